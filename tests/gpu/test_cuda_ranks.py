@@ -6,6 +6,8 @@ from datetime import timedelta
 import pytest
 import torch
 
+from engine.compute.best_tokens import BestOfRanks
+from engine.compute.forward import best_tokens_on_cuda
 from engine.compute.recording import CudaRecorder
 from engine.distributed.process_group import TorchRankGroup, listen_for_ranks, open_store
 
@@ -33,19 +35,28 @@ def test_collectives_run_on_the_current_stream(group: TorchRankGroup, dtype: tor
     assert torch.equal(group.gather_columns(part.clone(), 6), expected)
     assert torch.equal(group.share(part.clone()), expected)
     assert group.gather_columns(part[:0], 6).shape == (0, 6)
+    keys = torch.tensor([2**62 + 1, 0, 1], device=CUDA)
+    assert group.highest(keys.clone()).tolist() == keys.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_collectives_are_captured_and_replayed(group: TorchRankGroup, dtype: torch.dtype) -> None:
-    """Each replay works on what its input holds now; all three collectives are in the graph."""
+    """Each replay works on what its input holds now; all collectives are in the graph, best tokens too."""
     given = torch.zeros(3, 8, device=CUDA, dtype=dtype)
+    best = torch.zeros(3, 2, dtype=torch.int64, device=CUDA)
+    find_best = BestOfRanks(group, 8, best_tokens_on_cuda())
 
     def run() -> torch.Tensor:
         total = group.add_up(given + 1)
+        find_best(total, best)
         return group.share(group.gather_columns(total * 2, 8))
 
     recording = CudaRecorder(CUDA).record(run)
     for number in (0, 3, 7):
+        given.fill_(number)
+        given[:, number] = 9
+        recording.replay()
+        assert best.tolist() == [[number, 1]] * 3
         given.fill_(number)
         recording.replay()
         assert torch.equal(recording.output, torch.full_like(given, 2 * (number + 1)))
