@@ -20,7 +20,7 @@ _MAX_WARM_UPS = 3
 _NUM_TOKENS = 32
 _MAX_GAP_SECONDS = 0.003
 _MIN_HIDDEN_SHARE = 0.8
-_QUEUE_PARTS = ("queue", "intake", "placement", "engine_queue", "messages")
+_QUEUE_PARTS = ("queue", "intake", "placement", "worker", "engine_queue", "messages")
 _BYTES = "kvbaton_transfer_bytes_total"
 
 

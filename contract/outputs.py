@@ -58,12 +58,14 @@ class TransferReport(msgspec.Struct, frozen=True, omit_defaults=True):
 class RequestTimings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds that one worker spent on a request, on its own monotonic clock.
 
-    queue: arrival → first scheduled. prefill: first scheduled → last prompt token computed.
+    queue: arrival in the engine → first scheduled. prefill: first scheduled → last prompt token computed. held: the order's
+    arrival in the worker → its first tokens are sent; the worker's own handling is what is left of it.
     """
 
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     transfer: TransferReport = TransferReport()
+    held_seconds: float = 0.0
 
 
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):

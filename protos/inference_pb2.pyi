@@ -885,8 +885,9 @@ class Timings(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     ENGINE_QUEUE_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     queue: _builtins.float
-    """From arrival until the first token arrives, less prefill: the sum of intake, placement, engine_queue and messages."""
+    """From arrival until the first token arrives, less prefill: the sum of intake, placement, worker, engine_queue and messages."""
     prefill: _builtins.float
     """Computing the prompt."""
     transfer: _builtins.float
@@ -912,7 +913,9 @@ class Timings(_message.Message):
     engine_queue: _builtins.float
     """Of queue: the wait in the engine for the first step."""
     messages: _builtins.float
-    """Of queue: the rest: the way of the order to the engine, and of the first token to the router."""
+    """Of queue: the rest: the way of the order to the worker, and of the first token to the router."""
+    worker: _builtins.float
+    """Of queue: the worker's handling of the order and of the first token, between its port and its engine."""
     def __init__(
         self,
         *,
@@ -930,10 +933,11 @@ class Timings(_message.Message):
         placement: _builtins.float = ...,
         engine_queue: _builtins.float = ...,
         messages: _builtins.float = ...,
+        worker: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "end_to_end", b"end_to_end", "engine_queue", b"engine_queue", "first_decode_step", b"first_decode_step", "intake", b"intake", "messages", b"messages", "placement", b"placement", "prefill", b"prefill", "queue", b"queue", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_copying", b"transfer_copying", "transfer_hidden", b"transfer_hidden", "transfer_pieces", b"transfer_pieces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "end_to_end", b"end_to_end", "engine_queue", b"engine_queue", "first_decode_step", b"first_decode_step", "intake", b"intake", "messages", b"messages", "placement", b"placement", "prefill", b"prefill", "queue", b"queue", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_copying", b"transfer_copying", "transfer_hidden", b"transfer_hidden", "transfer_pieces", b"transfer_pieces", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

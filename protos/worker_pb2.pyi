@@ -930,6 +930,7 @@ class LegTimings(_message.Message):
     TRANSFER_PIECES_FIELD_NUMBER: _builtins.int
     TRANSFER_COPYING_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFER_WAITING_SECONDS_FIELD_NUMBER: _builtins.int
+    HELD_SECONDS_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     transfer_exposed_seconds: _builtins.float
@@ -939,6 +940,8 @@ class LegTimings(_message.Message):
     transfer_copying_seconds: _builtins.float
     transfer_waiting_seconds: _builtins.float
     """From the request for the KV to the last range that the sender published."""
+    held_seconds: _builtins.float
+    """From the arrival of the order at the worker until its first tokens are sent."""
     def __init__(
         self,
         *,
@@ -950,10 +953,11 @@ class LegTimings(_message.Message):
         transfer_pieces: _builtins.int = ...,
         transfer_copying_seconds: _builtins.float = ...,
         transfer_waiting_seconds: _builtins.float = ...,
+        held_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "transfer_bytes", b"transfer_bytes", "transfer_copying_seconds", b"transfer_copying_seconds", "transfer_exposed_seconds", b"transfer_exposed_seconds", "transfer_hidden_seconds", b"transfer_hidden_seconds", "transfer_pieces", b"transfer_pieces", "transfer_waiting_seconds", b"transfer_waiting_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_seconds", b"held_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "transfer_bytes", b"transfer_bytes", "transfer_copying_seconds", b"transfer_copying_seconds", "transfer_exposed_seconds", b"transfer_exposed_seconds", "transfer_hidden_seconds", b"transfer_hidden_seconds", "transfer_pieces", b"transfer_pieces", "transfer_waiting_seconds", b"transfer_waiting_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

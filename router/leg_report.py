@@ -9,6 +9,7 @@ class LegReport(msgspec.Struct):
     """Measured seconds, prompt tokens found in a cache, and the prompt's log probabilities."""
 
     queue_seconds: float = 0.0
+    held_seconds: float = 0.0
     prefill_seconds: float = 0.0
     transfer: TransferReport = TransferReport()
     num_cached_tokens: int = 0
@@ -26,6 +27,7 @@ class LegReport(msgspec.Struct):
         if output.timings is not None:
             if output.first_index == 0:
                 self.queue_seconds = output.timings.queue_seconds
+                self.held_seconds = output.timings.held_seconds
                 self.prefill_seconds = output.timings.prefill_seconds
             if has_transfer:
                 self.transfer = output.timings.transfer

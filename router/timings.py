@@ -10,14 +10,16 @@ from contract.outputs import TransferReport
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds, bytes and copies of one request.
 
-    queue: what is left of arrival → first token without ``prefill``. It is the sum of four: intake (checks and tokenizing),
-    placement (the wait for workers with room, and attempts that failed before the first token), engine_queue (the wait in
-    the engine for its first step) and messages (the order's way to the engine, and the first token's way back).
+    queue: what is left of arrival → first token without ``prefill``. It is the sum of five: intake (checks and tokenizing),
+    placement (the wait for workers with room, and attempts that failed before the first token), worker (its
+    handling of the order and of the first token, between its port and its engine), engine_queue (the wait in the engine for
+    its first step) and messages (the rest: the order's way to the worker, and the first token's way back).
     transfer: the exposed part (last range published → verified), which is the only part of the transfer in the sum.
     """
 
     intake: float
     placement: float
+    worker: float
     engine_queue: float
     messages: float
     prefill: float
@@ -32,7 +34,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def queue(self) -> float:
         """Arrival → first token, less ``prefill``."""
-        return self.intake + self.placement + self.engine_queue + self.messages
+        return self.intake + self.placement + self.worker + self.engine_queue + self.messages
 
     @property
     def end_to_end(self) -> float:
@@ -45,6 +47,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
             "queue": self.queue,
             "intake": self.intake,
             "placement": self.placement,
+            "worker": self.worker,
             "engine_queue": self.engine_queue,
             "messages": self.messages,
             "prefill": self.prefill,
@@ -71,6 +74,7 @@ class Stopwatch:
         self.bound_at: float | None = None
         self.token_0: float | None = None
         self.token_1: float | None = None
+        self.held_seconds = 0.0
         self.engine_queue_seconds = 0.0
         self.prefill_seconds = 0.0
         self.transfer = TransferReport()
@@ -100,6 +104,8 @@ class Stopwatch:
         from_bound = token_0 - bound
         prefill = min(max(self.prefill_seconds, 0.0), from_bound)
         engine_queue = min(max(self.engine_queue_seconds, 0.0), from_bound - prefill)
+        between = from_bound - prefill - engine_queue
+        worker = min(max(self.held_seconds - prefill - engine_queue, 0.0), between)
         transfer = first_step = 0.0
         last = token_0
         if self.token_1 is not None:
@@ -110,8 +116,9 @@ class Stopwatch:
         return Timings(
             intake=queued - self.arrival,
             placement=bound - queued,
+            worker=worker,
             engine_queue=engine_queue,
-            messages=from_bound - prefill - engine_queue,
+            messages=between - worker,
             prefill=prefill,
             transfer=transfer,
             first_decode_step=first_step,

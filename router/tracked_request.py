@@ -108,6 +108,7 @@ class TrackedRequest:
     def finish(self, delta: Delta, reason: FinishReason, usage: Usage, report: LegReport) -> None:
         """Record that the answer is complete, and fill in usage and timings of its last delta."""
         self._stopwatch.engine_queue_seconds = report.queue_seconds
+        self._stopwatch.held_seconds = report.held_seconds
         self._stopwatch.prefill_seconds = report.prefill_seconds
         self._stopwatch.transfer = report.transfer
         delta.usage = usage

@@ -146,6 +146,7 @@ RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
             "transfer_pieces": COUNT,
             "transfer_copying_seconds": SECONDS,
             "transfer_waiting_seconds": SECONDS,
+            "held_seconds": SECONDS,
         },
         "TokenEntry": {
             "choice": UINT32,

@@ -124,6 +124,7 @@ def timings_to_proto(timings: RequestTimings) -> pb.LegTimings:
         transfer_pieces=timings.transfer.num_pieces,
         transfer_copying_seconds=timings.transfer.copying_seconds,
         transfer_waiting_seconds=timings.transfer.waiting_seconds,
+        held_seconds=timings.held_seconds,
     )
 
 
@@ -141,4 +142,5 @@ def timings_from_proto(message: pb.LegTimings) -> RequestTimings:
             copying_seconds=message.transfer_copying_seconds,
             waiting_seconds=message.transfer_waiting_seconds,
         ),
+        held_seconds=message.held_seconds,
     )

@@ -1,6 +1,7 @@
 """The requests that routers have given to a worker, and the sessions that they belong to."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from contract.requests import EngineRequest, SendTransfer
@@ -9,16 +10,18 @@ from worker.credit_shares import Use
 
 @dataclass(frozen=True)
 class Accepted:
-    """A request, and the session on whose stream its tokens are sent."""
+    """A request, and the session on whose stream its tokens are sent. since: when its order arrived."""
 
     request: EngineRequest
     session: str
+    since: float
 
 
 class AcceptedRequests:
     """Owns the choices that are accepted and not finished, by the engine's key, and counts them for each session."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self._choices: dict[str, Accepted] = {}
         self._uses: dict[str, Use] = {}
         self._most: dict[str, Use] = {}
@@ -37,15 +40,20 @@ class AcceptedRequests:
         found = (accepted for accepted in self._choices.values() if accepted.session == session)
         return list({id(accepted): accepted.request for accepted in found}.values())
 
-    def add(self, request: EngineRequest, session: str) -> None:
-        """Record all choices of a request that the engine has accepted."""
-        self._choices.update(dict.fromkeys(request.keys, Accepted(request, session)))
+    def add(self, request: EngineRequest, session: str, since: float) -> None:
+        """Record all choices of a request that the engine has accepted. since: when its order arrived."""
+        self._choices.update(dict.fromkeys(request.keys, Accepted(request, session, since)))
         self._count(session, request.num_choices, request.num_choices * _tokens_of_choice(request))
 
     def session_of(self, key: str) -> str | None:
         """Return the session of a choice; None if it has finished."""
         accepted = self._choices.get(key)
         return accepted.session if accepted else None
+
+    def seconds_since_order(self, key: str) -> float:
+        """Return how long ago the order of a choice arrived; 0 if it has finished."""
+        accepted = self._choices.get(key)
+        return self.clock() - accepted.since if accepted else 0.0
 
     def finish(self, key: str) -> None:
         """Remove a choice whose last output has come. Does nothing the second time."""

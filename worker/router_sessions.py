@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from contract.membership import Credit, RoleOrder
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest
@@ -123,6 +125,9 @@ class RouterSessions:
         by_session: dict[str, list[EngineOutput]] = {}
         for output in outputs:
             session = self._accepted.session_of(output.key)
+            if output.timings is not None:
+                held = self._accepted.seconds_since_order(output.key)
+                output.timings = replace(output.timings, held_seconds=held)
             if output.is_leg_finished:
                 self._accepted.finish(output.key)
             if session is not None:

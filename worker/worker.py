@@ -158,6 +158,7 @@ class Worker:
 
         Raises InvalidRequestError, UnavailableError when the worker has left.
         """
+        since = self._accepted.clock()
         self.lifecycle.check_open()
         request.check(self.engine.info.vocab_size)
         if any(key in self._accepted for key in request.keys):
@@ -165,7 +166,7 @@ class Worker:
                 f"request {request.key} is already running; a replay needs a higher attempt"
             )
         await self.engine.add_request(request)
-        self._accepted.add(request, session)
+        self._accepted.add(request, session, since)
         self.drain.leg_accepted()
 
     async def hand_off(self, order: HandOff, seconds: float) -> None:

@@ -5,7 +5,7 @@ from aiohttp import web
 from router.answer import Delta
 
 _PARTS = (
-    *("queue", "intake", "placement", "engine_queue", "messages"),
+    *("queue", "intake", "placement", "worker", "engine_queue", "messages"),
     *("prefill", "transfer", "first_decode_step", "decode", "end_to_end"),
 )
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 REPOSITORY = Path(__file__).parents[2]
 PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode")
-OF_QUEUE = ("intake", "placement", "engine_queue", "messages")
+OF_QUEUE = ("intake", "placement", "worker", "engine_queue", "messages")
 BLOCK_BYTES = 32768
 REPLAYED_TOKENS = 600
 LONG = {

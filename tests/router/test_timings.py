@@ -16,12 +16,13 @@ from tests.text.tiny_model import END, byte_ids
 
 MOVED: dict[str, Any] = {"transfer_bytes": 4096, "transfer_pieces": 3, "transfer_copying": 0.75}
 INTAKE: dict[str, Any] = {"intake": 0.25, "placement": 0.125}
+OF_QUEUE = ("intake", "placement", "worker", "engine_queue", "messages")
 seconds = st.floats(0, 1000, allow_nan=False)
 
 
 @given(
     *(seconds, seconds, seconds, seconds, st.integers(1, 3)),
-    st.lists(seconds, min_size=4, max_size=4),
+    st.lists(seconds, min_size=5, max_size=5),
     st.lists(st.floats(0, 1), min_size=3, max_size=3),
 )
 def test_the_parts_are_never_negative_and_sum_to_the_whole(
@@ -34,7 +35,7 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
     marks: list[float],
 ) -> None:
     watch = Stopwatch(arrival)
-    watch.prefill_seconds, watch.engine_queue_seconds = reported[0], reported[3]
+    watch.prefill_seconds, watch.engine_queue_seconds, watch.held_seconds = reported[0], *reported[3:]
     for at, note in zip(sorted(marks), (watch.queued, watch.bound, watch.bound), strict=True):
         note(arrival + first * at)
     watch.transfer = TransferReport(reported[1], reported[2], 4096, 3, 0.75)
@@ -45,7 +46,7 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
         finish = arrival + first + second + rest
     timings = watch.split(finish)
     parts = (timings.queue, timings.prefill, timings.transfer, timings.first_decode_step, timings.decode)
-    of_queue = (timings.intake, timings.placement, timings.engine_queue, timings.messages)
+    of_queue = [getattr(timings, part) for part in OF_QUEUE]
     assert min(*parts, *of_queue) >= 0, timings
     assert sum(of_queue) == timings.queue
     assert sum(parts) == timings.end_to_end == timings.as_dict()["end_to_end"]
@@ -58,6 +59,7 @@ def split(num_tokens: int, prefill: float, exposed: float) -> Timings:
     watch.queued(10.25)
     watch.bound(10.375)
     watch.engine_queue_seconds = 0.125
+    watch.held_seconds = prefill + 0.125 + 0.25
     watch.prefill_seconds, watch.transfer = prefill, TransferReport(exposed, 0.25, 4096, 3, 0.75)
     watch.tokens(0, 1, 14.0)
     if num_tokens > 1:
@@ -68,8 +70,9 @@ def split(num_tokens: int, prefill: float, exposed: float) -> Timings:
 def test_worked_example() -> None:
     assert split(3, prefill=3.0, exposed=0.5) == Timings(
         **INTAKE,
+        worker=0.25,
         engine_queue=0.125,
-        messages=0.5,
+        messages=0.25,
         prefill=3.0,
         transfer=0.5,
         first_decode_step=1.5,
@@ -82,6 +85,7 @@ def test_worked_example() -> None:
 def test_what_a_worker_reports_is_cut_to_our_interval() -> None:
     assert split(3, prefill=99.0, exposed=99.0) == Timings(
         **INTAKE,
+        worker=0.0,
         engine_queue=0.0,
         messages=0.0,
         prefill=3.625,
@@ -96,8 +100,9 @@ def test_what_a_worker_reports_is_cut_to_our_interval() -> None:
 def test_an_answer_of_one_token_has_no_transfer() -> None:
     assert split(1, prefill=3.0, exposed=0.5) == Timings(
         **INTAKE,
+        worker=0.25,
         engine_queue=0.125,
-        messages=0.5,
+        messages=0.25,
         prefill=3.0,
         transfer=0.0,
         first_decode_step=0.0,
@@ -127,33 +132,38 @@ def test_tokens_that_come_in_one_piece() -> None:
     assert (watch.token_0, watch.token_1) == (3.0, 3.0)
 
 
-async def timings_of(waited: float, computed: float) -> dict[str, float]:
-    """Return the timings of an answer, whose worker reports these seconds before its first step and in the prompt."""
-    report = pb.LegTimings(queue_seconds=waited, prefill_seconds=computed)
+async def timings_of(waited: float, computed: float, held: float = 0.0) -> dict[str, float]:
+    """Return the timings of an answer whose worker reports these seconds: before its first step, in the prompt, in all."""
+    report = pb.LegTimings(queue_seconds=waited, prefill_seconds=computed, held_seconds=held)
     async with running_cluster(Script(tokens=byte_ids(b"a"), timings=report), (Role.AGGREGATED,)) as cluster:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "timings": True}
         _, answer = await cluster.post("/v1/chat/completions", body)
     timings: dict[str, float] = answer["kvbaton"]["timings"]
-    assert timings["queue"] == sum(
-        timings[part] for part in ("intake", "placement", "engine_queue", "messages")
-    )
+    assert timings["queue"] == sum(timings[part] for part in OF_QUEUE)
     assert min(timings["intake"], timings["placement"]) > 0
     return timings
 
 
 async def test_what_a_worker_reports_is_no_part_of_the_messages() -> None:
-    found = await timings_of(waited=2.0**-20, computed=2.0**-19)
+    found = await timings_of(waited=2.0**-20, computed=2.0**-19, held=2.0**-17)
     assert (found["engine_queue"], found["prefill"]) == (2.0**-20, 2.0**-19)
+    assert found["worker"] == 2.0**-17 - 2.0**-19 - 2.0**-20
     assert found["messages"] > 0
 
 
-@pytest.mark.parametrize(("waited", "computed"), [(999.0, 2.0**-19), (2.0**-20, 999.0)])
+@pytest.mark.parametrize("reported", [(999.0, 0.0, 0.0), (0.0, 999.0, 0.0), (0.0, 0.0, 999.0)])
 async def test_a_worker_cannot_report_more_than_the_time_to_the_first_token(
-    waited: float, computed: float
+    reported: tuple[float, float, float],
 ) -> None:
-    found = await timings_of(waited, computed)
+    found = await timings_of(*reported)
     assert found["messages"] == 0
-    assert max(found["engine_queue"], found["prefill"]) < 999
+    assert max(found["engine_queue"], found["prefill"], found["worker"]) < 999
+
+
+async def test_a_worker_that_reports_no_handling_has_none() -> None:
+    """A worker of an earlier version: its handling is a part of the messages."""
+    found = await timings_of(waited=2.0**-20, computed=2.0**-19)
+    assert found["worker"] == 0 < found["messages"]
 
 
 async def test_a_request_header_asks_for_the_split_as_a_response_header() -> None:
@@ -167,7 +177,7 @@ async def test_a_request_header_asks_for_the_split_as_a_response_header() -> Non
         async with cluster.session.post(url, json=body) as response:
             assert "Server-Timing" not in response.headers
     found = dict(part.split(";dur=") for part in header.split(", "))
-    names = ["queue", "intake", "placement", "engine_queue", "messages"]
+    names = ["queue", *OF_QUEUE]
     names += ["prefill", "transfer", "first_decode_step", "decode", "end_to_end"]
     assert list(found) == names
     assert all(float(found[name]) == pytest.approx(timings[name] * 1000, abs=0.001) for name in names)

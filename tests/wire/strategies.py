@@ -135,6 +135,7 @@ timings = st.builds(
         copying_seconds=_TIMINGS["transfer_copying_seconds"],
         waiting_seconds=_TIMINGS["transfer_waiting_seconds"],
     ),
+    held_seconds=_TIMINGS["held_seconds"],
 )
 outputs = st.builds(
     EngineOutput,

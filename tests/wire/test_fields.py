@@ -58,7 +58,7 @@ LOGPROBS = TokenLogprobs(1, -0.5, 2, (3, 1), (-0.25, -0.5))
 LOGPROBS_MESSAGE = pb.PositionLogprobs(
     token_id=1, logprob=-0.5, rank=2, top_token_ids=[3, 1], top_logprobs=[-0.25, -0.5]
 )
-TIMINGS = RequestTimings(0.5, 1.5, TransferReport(2.5, 3.5, 4, 5, 6.5, 7.5))
+TIMINGS = RequestTimings(0.5, 1.5, TransferReport(2.5, 3.5, 4, 5, 6.5, 7.5), 8.5)
 TIMINGS_MESSAGE = pb.LegTimings(
     queue_seconds=0.5,
     prefill_seconds=1.5,
@@ -68,6 +68,7 @@ TIMINGS_MESSAGE = pb.LegTimings(
     transfer_pieces=5,
     transfer_copying_seconds=6.5,
     transfer_waiting_seconds=7.5,
+    held_seconds=8.5,
 )
 OUTPUT = EngineOutput(
     request_id="r",

@@ -131,6 +131,19 @@ async def test_tokens_are_sent_to_the_router_of_their_request(tmp_path: Path) ->
             assert sum(len(entry.token_ids) for entry in entries) == 4
 
 
+async def test_the_first_tokens_come_with_the_time_that_the_worker_held_the_request(tmp_path: Path) -> None:
+    """It holds the wait in the engine and the prompt's computation, and what is left is the worker's own handling."""
+    async with served(tmp_path, 1) as it:
+        worker = await it.attached(0)
+        heard = list[Any]()
+        worker.bind(("a", 0, 0), heard.append)
+        await give_order(worker, pb.DecodeRequest(task=task("a")))
+        await until(lambda: heard and heard[-1].finish_reason)
+        first, *others = list(heard)
+    assert first.timings.held_seconds > first.timings.queue_seconds + first.timings.prefill_seconds > 0
+    assert not any(entry.HasField("timings") for entry in others)
+
+
 async def test_routers_divide_the_credit_and_a_survivor_gets_all_of_it(tmp_path: Path) -> None:
     async with served(tmp_path) as it:
         capacities = [(await it.attached(index)).capacity for index in range(2)]

@@ -120,7 +120,7 @@ class SessionsSide(EngineSide):
         self.lifecycle = Lifecycle(role)
         self.lifecycle.attached()
         self.drain = NoDrain()
-        self._accepted = AcceptedRequests()
+        self._accepted = AcceptedRequests(no_time)
         full = Credit(max_requests=self.scenario.credit_of(self.boot), max_tokens=MAX_TOKENS)
         self._sessions = RouterSessions(
             self.lifecycle,
