@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from cli.commands import COMMANDS
-from tests.chaos.settings import process_environment
+from tests.chaos.settings import chaos_rng, process_environment
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -227,6 +227,23 @@ async def test_a_signal_ends_a_service_that_starts(files: Files, folder: Path, n
         code, errors = await running.end(number)
     assert code == expected(name, number), errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+async def test_a_signal_at_any_moment_of_a_start_ends_a_service_and_leaves_nothing(files: Files) -> None:
+    """Moments are drawn, and differ from run to run; before the command's own code runs, Python or the signal ends it."""
+    rng = chaos_rng("signals")
+    for _ in range(6):
+        name, number, moment = rng.choice(LOCAL), rng.choice(SIGNALS), rng.uniform(0, 10)
+        what = f"{name}, {number.name} after {moment:.3f} s"
+        with tempfile.TemporaryDirectory(prefix="signal-") as folder:
+            async with started(Path(folder), command(name, *files.arguments(name))) as running:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(running.process.wait(), moment)
+                assert running.process.returncode is None, f"{what}: {await running.errors()}"
+                code, errors = await running.end(number)
+        assert code == expected(name, number) or (code == -number and moment < 1), f"{what}: {code}, {errors}"
+        assert "Traceback" not in errors or code == -number, f"{what}: {errors}"
 
 
 @pytest.mark.slow
