@@ -16,13 +16,12 @@ import torch
 
 from benchmarks.gpu_checkpoint import write_checkpoint
 from benchmarks.gpu_shapes import HandOver
-from benchmarks.kv_overlap import handing_over
+from benchmarks.kv_overlap import QUEUE_PARTS, handing_over
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.service import Answer, Service, generate
 
 _ANSWER_TOKENS = (16, 64, 128)
-_QUEUE_PARTS = ("intake", "placement", "engine_queue", "messages")
 _POOL_SHARE = 1.25
 """The pool beside what all streams hold at their longest."""
 
@@ -50,8 +49,10 @@ async def _measured(
     row |= {"length": length, "seconds": seconds}
     with tempfile.TemporaryDirectory() as own:
         async with handing_over(Path(own), run.transport, options) as service:
+            began = time.monotonic()
             answers, errors = await _asked(service, run.shape.vocab_size, length, num_streams, seconds)
-    return row | _figures(answers, errors, seconds)
+            elapsed = time.monotonic() - began  # the last answers end after the time is over
+    return row | {"elapsed_seconds": elapsed} | _figures(answers, errors, elapsed)
 
 
 async def _asked(
@@ -104,7 +105,7 @@ def _figures(answers: list[Answer], errors: list[str], seconds: float) -> dict[s
         ],
         "prefill": [each.prefill for each in timings],
         "transfer_exposed": [each.transfer for each in timings],
-        **{part: [getattr(each, part) for each in timings] for part in _QUEUE_PARTS},
+        **{part: [getattr(each, part) for each in timings] for part in QUEUE_PARTS},
     }
     for name, samples in of_each.items():
         centiles = statistics.quantiles(samples, n=100, method="inclusive")

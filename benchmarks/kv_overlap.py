@@ -20,7 +20,7 @@ _MAX_WARM_UPS = 3
 _NUM_TOKENS = 32
 _MAX_GAP_SECONDS = 0.003
 _MIN_HIDDEN_SHARE = 0.8
-_QUEUE_PARTS = ("queue", "intake", "placement", "worker", "engine_queue", "messages")
+QUEUE_PARTS = ("intake", "placement", "worker", "engine_queue", "messages")
 _BYTES = "kvbaton_transfer_bytes_total"
 
 
@@ -70,7 +70,7 @@ def _request(number: int, num_tokens: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=sampling)
 
 
-def _hidden_share(timing: pb.Timings) -> float:
+def hidden_share(timing: pb.Timings) -> float:
     """Return the share of the copying that was hidden; 1 for a prompt whose KV was there already."""
     return max(0.0, 1 - timing.transfer / timing.transfer_copying) if timing.transfer_copying else 1.0
 
@@ -85,11 +85,11 @@ def _summary(answers: list[Answer]) -> dict[str, Any]:
     between = [timing.decode / (_NUM_TOKENS - 2) for timing in timings]
     extra = [gap - itl for gap, itl in zip(gaps, between, strict=True)]
     raw = {
-        "hidden_share": [_hidden_share(one) for one in timings],
+        "hidden_share": [hidden_share(one) for one in timings],
         "transfer_exposed": [timing.transfer for timing in timings],
         "transfer_hidden": [timing.transfer_hidden for timing in timings],
         "transfer_copying": [timing.transfer_copying for timing in timings],
-        **{part: [getattr(timing, part) for timing in timings] for part in _QUEUE_PARTS},
+        **{part: [getattr(timing, part) for timing in timings] for part in ("queue", *QUEUE_PARTS)},
         "prefill": [timing.prefill for timing in timings],
         "first_decode_step": [timing.first_decode_step for timing in timings],
         "gap_token_0_to_1": gaps,

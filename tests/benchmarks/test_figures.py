@@ -19,12 +19,14 @@ from benchmarks.facts import versions_in
 from benchmarks.gaps import Latency, of_chats, percentile
 from benchmarks.goodput import all_maps, difference, goodput, goodput_map
 from benchmarks.interference import compared as interference_over
+from benchmarks.kv_overlap import hidden_share
 from benchmarks.load import Outcome
 from benchmarks.others import Use, watch_use
 from benchmarks.rows import ROWS, Row, Scene, Sizes, compared, quiet_sample, share_equal
 from benchmarks.runners import Order
 from benchmarks.samples import sample, summary
 from benchmarks.streams import Stream
+from protos import inference_pb2 as pb
 from tests.checkpoints import make_checkpoint
 
 PREFILL, SINGLE, EIGHT, _ = ROWS
@@ -34,6 +36,15 @@ SIZES = Sizes(vocab_size=100, long_prompt=40, prompt=10, answer=5)
 def seconds(order: Order) -> float:
     """An engine that takes 0.1 s for each prompt token and 1 s for each step of a batch behind the first token."""
     return sum(0.1 * sum(map(len, batch)) + order.num_tokens - 1 for batch in order.batches)
+
+
+def test_the_share_of_copying_that_was_hidden() -> None:
+    """Nothing is copied for a prompt whose KV was there already: all of it counts as hidden."""
+    shares = [
+        hidden_share(pb.Timings(transfer=exposed, transfer_copying=copying))
+        for exposed, copying in ((0.0, 0.0), (0.25, 1.0), (2.0, 1.0))
+    ]
+    assert shares == [1.0, 0.75, 0.0]
 
 
 def test_versions_are_those_of_the_peers_own_python() -> None:

@@ -16,6 +16,7 @@ from benchmarks.gpu import DRY, PARTS, Run
 from benchmarks.gpu_nixl import read_protocols
 from benchmarks.gpu_shapes import LLAMA, LLAMA_FP8, QWEN, Ceilings, ModelShape
 from benchmarks.gpu_sums import HIDDEN_SIZE
+from benchmarks.kv_overlap import QUEUE_PARTS
 from tests.chaos.settings import process_environment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -85,11 +86,11 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
     handovers = parts["handover"]["rows"]
     assert [row["is_converted"] for row in handovers] == [False, True]
     for row in handovers:
-        assert "error" not in row, row
-        assert row["ttft_ms"] > 0
+        assert "error" not in row and row["ttft_ms"] > 0, row
         assert row["bytes_per_request"] == row["expected_bytes"] > 0
     (streams,) = parts["streams"]["rows"]
     assert (streams["num_errors"], streams["streams"]) == (0, 4), streams
+    assert streams["elapsed_seconds"] > 2 and streams.keys() >= {f"{part}_p50_ms" for part in QUEUE_PARTS}
     assert streams["answers"] >= 4 and 0 < streams["ttft_p50_ms"] <= streams["ttft_p99_ms"]
     assert [
         (row["batch"], row["error"] < 0.02, row["error_before"] < 0.02) for row in parts["few_rows"]["rows"]
