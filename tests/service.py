@@ -19,7 +19,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.chaos.settings import process_environment
 
-START_SECONDS = 90
+START_SECONDS = 200
 _SMALL_POOLS = {"KVBATON_KV_CACHE_BYTES": str(256 * 2**20)}
 
 

@@ -156,7 +156,7 @@ async def until_shown(text: str, console: Console) -> None:
     file = console.file
     assert isinstance(file, StringIO)
     file.truncate(0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while text not in file.getvalue():
             await asyncio.sleep(0.02)
 
@@ -170,7 +170,7 @@ async def test_top_follows_the_workers_and_survives_the_router(is_terminal: bool
         await cluster.add(Role.PREFILL, "late")
         await until_shown("late", console)
         await cluster.workers["late"].die()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await cluster.service.wait_for_workers(1)
         assert not watching.done()
     await until_shown("no router answers", console)

@@ -17,7 +17,7 @@ import pytest
 from protos import inference_pb2 as pb
 from tests.service import Service, generate_all, running_service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 REPOSITORY = Path(__file__).parents[2]
 PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode")

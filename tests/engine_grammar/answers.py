@@ -15,7 +15,7 @@ from engine.grammar.vocabulary import load_vocabulary
 from tests.text.tiny_model import END, byte_ids
 
 VOCAB_SIZE = 300
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 
 
 def request_with(grammar: Grammar, *, delivered: str = "", **sampling: Any) -> EngineRequest:

@@ -12,7 +12,7 @@ import pytest
 from contract.errors import InternalError
 from engine.grammar.threads import JobThreads
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 _MOMENT_SECONDS = 0.05
 """The time in which a job begins whose thread has been started."""
 

@@ -20,7 +20,7 @@ from engine.testing.transfer import FakeConnector
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SEND, SteppedEngine, fake_request
 from tests.text.tiny_model import END, byte_ids, write_model
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 WORD = Grammar("regex", "[a-f]{6}")
 FSM = RequestStatus.WAITING_FOR_FSM
 REMOTE = RequestStatus.WAITING_FOR_REMOTE_KVS

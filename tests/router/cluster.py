@@ -91,7 +91,7 @@ class Cluster:
 
     async def until(self, is_true: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         """Block until the condition holds for the debug state, and return the state."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not is_true(state := await self.debug_state()):
                 await asyncio.sleep(0.01)
         return state

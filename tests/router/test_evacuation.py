@@ -181,8 +181,8 @@ async def test_two_drains_at_once_leave_the_third_worker() -> None:
         for name, seconds in (("decode-0", 0.1), ("decode-1", 0.2)):
             drain(cluster.workers[name], seconds)
         await until_draining(cluster)
-        drain(cluster.workers["decode-2"], 0.4)
         await cluster.add(Role.DECODE, "decode-3")
+        drain(cluster.workers["decode-2"], 0.4)
         assert ["".join(answer) for answer in await asyncio.gather(*asking)] == [ANSWER] * 6
         await nothing_is_left(cluster)
 

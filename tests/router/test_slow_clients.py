@@ -47,7 +47,7 @@ def _script(task: pb.Task) -> Script:
 async def test_legs_that_have_ended_are_unbound_however_slowly_clients_read(roles: tuple[Role, ...]) -> None:
     """H5: two unread streams with n = 128 and logprobs hold no credit, and others are answered."""
     many = {"prompt": "x", "n": 128, "logprobs": 5, "max_tokens": 180}
-    async with running_cluster(_script, (), client_stall_seconds=60) as cluster:
+    async with running_cluster(_script, (), client_stall_seconds=600) as cluster:
         for role in roles:
             await cluster.add(role, max_model_len=1000)
         await cluster.service.wait_ready()
@@ -57,7 +57,7 @@ async def test_legs_that_have_ended_are_unbound_however_slowly_clients_read(role
             await cluster.until(lambda state: sum(w["num_legs"] for w in state["workers"]) >= 128)
             await cluster.until(lambda state: all(w["num_legs"] == 0 for w in state["workers"]))
             assert any((await cluster.debug_state())["requests"].values())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 status, answer = await cluster.post(TEXT, {"prompt": "x"})
             assert (status, answer["choices"][0]["text"]) == (200, "ok")
         await cluster.until(lambda state: not any(state["requests"].values()))
