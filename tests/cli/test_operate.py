@@ -151,13 +151,13 @@ async def watched(cluster: Cluster, console: Console, **settings: Any) -> "async
     return asyncio.create_task(show_again_and_again(TopSettings(**given), console))
 
 
-async def until_shown(text: str, console: Console) -> None:
-    """Wait until the console's output contains a text, in what it has printed from now on."""
+async def until_shown(console: Console, *texts: str) -> None:
+    """Wait until the console's output contains one of the texts, in what it has printed from now on."""
     file = console.file
     assert isinstance(file, StringIO)
     file.truncate(0)
     async with asyncio.timeout(60):
-        while text not in file.getvalue():
+        while not any(text in file.getvalue() for text in texts):
             await asyncio.sleep(0.02)
 
 
@@ -166,15 +166,16 @@ async def test_top_follows_the_workers_and_survives_the_router(is_terminal: bool
     console = Console(file=StringIO(), force_terminal=is_terminal, width=160, highlight=False)
     async with running_cluster(SAY, (Role.AGGREGATED,)) as cluster:
         watching = await watched(cluster, console)
-        await until_shown("both-0", console)
+        await until_shown(console, "both-0")
         await cluster.add(Role.PREFILL, "late")
-        await until_shown("late", console)
+        await until_shown(console, "late")
         await cluster.workers["late"].die()
         async with asyncio.timeout(60):
             await cluster.service.wait_for_workers(1)
         assert not watching.done()
-    await until_shown("no router answers", console)
-    await until_shown("both-0", console)
+    await until_shown(console, "no router answers")
+    # The last list stays, and whether the worker or its router was gone first depends on the moment of the reading.
+    await until_shown(console, "both-0", "no worker is attached")
     watching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await watching
@@ -184,8 +185,8 @@ async def test_top_prints_a_line_of_json_for_each_reading() -> None:
     console = Console(file=StringIO(), width=160)
     async with running_cluster(SAY, ()) as cluster:
         watching = await watched(cluster, console, as_json=True)
-        await until_shown("\n", console)
-        await until_shown("\n", console)
+        await until_shown(console, "\n")
+        await until_shown(console, "\n")
         watching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watching
