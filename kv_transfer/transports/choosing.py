@@ -5,7 +5,7 @@ support them (``shm``: the peer may be on another machine), and are probed first
 thread must not wait; reads from that peer wait for the outcome. How fast a transport is may depend on what its library
 finds between the two workers (``nixl``: CUDA IPC, RDMA, or TCP in disguise). Then its probe measures, so do those of the
 transports behind it, and the fastest is chosen. If a probe or several transfers in a row fail, the next transport is used.
-``nixl`` alone is measured too, for a warning: its library reads by TCP without a word. It is used whatever comes of it.
+``nixl`` alone is measured where a connection is opened ahead, for a warning: its library reads by TCP without a word.
 """
 
 import logging
@@ -223,8 +223,7 @@ class Chooser(ReadsByTransport):
         if len(candidates) == 1:
             names = ", ".join(offers)
             self._count(first, "only", f"it is the best of the transports that the worker offers ({names})")
-            if first.transport != "nixl":
-                return first
+            return first
         self._start_probe(first, _Probe(candidates, on_chosen))
         return first
 
@@ -302,7 +301,7 @@ class Chooser(ReadsByTransport):
 
     def _probe(self, first: Source, probe: _Probe) -> None:
         chosen, why_not = self._first_that_works(probe)
-        if len(probe.candidates) > 1 and not probe.read.is_stopped:
+        if not probe.read.is_stopped:
             self._count(chosen, "fallback" if why_not else "probed", why_not or "its probe succeeded")
         with self._lock:
             probe.chosen = chosen
@@ -320,7 +319,7 @@ class Chooser(ReadsByTransport):
             self._receivers[chosen.transport].forget(chosen)
 
     def _first_that_works(self, probe: _Probe) -> tuple[Source, str]:
-        """Return the choice, and why it is not the first candidate (else empty). The last one need not pass a probe."""
+        """Return the choice, and why it is not the first candidate (else empty). The last one is taken without a probe."""
         why_not: list[str] = []
         for number, candidate in enumerate(probe.candidates[:-1]):
             tried = self.try_out(candidate, probe.read)
@@ -335,10 +334,7 @@ class Chooser(ReadsByTransport):
                 tried.error, PeerSilentError
             ):  # each further probe could take as long, and reads wait
                 break
-        last = probe.candidates[-1]
-        if len(probe.candidates) == 1:
-            self._slow_reads.check(last, self.try_out(last, probe.read).bytes_per_second)
-        return last, "; ".join(why_not)
+        return probe.candidates[-1], "; ".join(why_not)
 
     def _measured(self, candidates: Sequence[Source], read: Read) -> dict[Source, float]:
         """Return the rates of those that can be read and measure them."""

@@ -3,17 +3,13 @@
 import gc
 import logging
 import re
-import threading
 import weakref
-from dataclasses import replace
 
 import pytest
 
 from contract.errors import TransferError
 from contract.identity import Role
 from kv_transfer.counters import Counters
-from kv_transfer.protocol.messages import Offer
-from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import Read, Source, num_probe_blocks
 from kv_transfer.transports.choosing import SLOW_BYTES_PER_SECOND, Chooser, Tried
 from kv_transfer.transports.nixl.settings import has_rdma_device
@@ -29,7 +25,7 @@ from tests.kv_transfer.builders import (
 )
 from tests.kv_transfer.device_memory import FakeDevice
 from tests.kv_transfer.nixl_port import NixlPort, Reader
-from tests.kv_transfer.test_auto import SESSION, Shelf, job_for
+from tests.kv_transfer.test_auto import Shelf
 
 BLOCKS = 3
 
@@ -123,52 +119,6 @@ def test_nixl_alone_is_measured_and_a_slow_one_warned_of_once(
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warnings) == expected
         assert all("set transport to auto" in record.getMessage() for record in warnings)
-
-
-@pytest.mark.parametrize("offered", [("nixl",), ("nixl", "tcp")])
-@pytest.mark.parametrize(
-    ("error", "rate", "num_warnings"),
-    [
-        (None, SLOW_BYTES_PER_SECOND / 2, 1),
-        (None, SLOW_BYTES_PER_SECOND, 0),
-        (TransferError("no lane"), None, 0),
-    ],
-    ids=["slow", "fast", "broken"],
-)
-def test_a_link_that_can_use_nixl_only_is_measured_and_used_whatever_comes_of_it(
-    error: TransferError | None,
-    rate: float | None,
-    num_warnings: int,
-    offered: tuple[str, ...],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Each new link for a prompt's KV, not only those of moves. Reads wait for the probe; their source stays."""
-    nixl = Shelf(error, rate)
-    posted = list[PullJob]()
-    counters = Counters()
-    chooser = Chooser(counters)
-    chooser.start({"nixl": nixl}, posted.append)
-    outcomes = list[tuple[Source, Source]]()
-    session = replace(SESSION, offers=tuple(Offer(name, "there:1") for name in offered))
-
-    def hear(first: Source, chosen: Source) -> bool:
-        outcomes.append((first, chosen))
-        return True
-
-    source = chooser.choose(session, hear)
-    chooser.pull(job_for(source, 0))
-    assert (source.transport, posted, outcomes) == ("nixl", [], [])
-    done = threading.Event()
-    chooser.when_chosen(source, lambda _: done.set())
-    nixl.gate.set()
-    assert done.wait(30)
-    chooser.close()
-    assert outcomes == [(source, source)]
-    assert [job.source for job in posted] == [source]
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == num_warnings
-    chosen = {name: count for name, count in counters.snapshot().items() if "transport_chosen" in name}
-    assert chosen == {"transfer_transport_chosen_total{reason=only,transport=nixl}": 1.0}
 
 
 def test_a_pool_in_host_memory_is_lent_over_nixl_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
