@@ -37,7 +37,7 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
     async def Attach(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
     ) -> AsyncIterator[pb.RouterMessage]:
-        """Implement MembershipServicer of ``router.membership``."""
+        """Implement MembershipServicer of ``router.ports.membership``."""
         first = await anext(request_iterator)
         welcome = pb.Welcome(protocol=WORKER_PROTOCOL_MAX, router_id="benchmark", session=_SESSION)
         yield pb.RouterMessage(welcome=welcome)

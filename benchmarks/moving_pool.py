@@ -14,12 +14,12 @@ from typing import Any
 import aiohttp
 
 from kv_transfer.options import TransportName
-from router.leg_failure import WorkerDrainedError
-from router.metrics import RouterMetrics
-from router.move import MoveResult
-from router.moving import Mover
-from router.request_run import RequestRun
+from router.attempts.leg_outcome import WorkerDrainedError
+from router.attempts.request_run import RequestRun
+from router.migration.move import MoveResult
+from router.migration.moving import Mover
 from router.service import RouterService
+from router.telemetry.metrics import RouterMetrics
 from tests.chaos.fleet import Fleet
 from tests.chaos.held_resources import read_states, until_free
 from tests.chaos.local_router import running_workers

@@ -22,16 +22,16 @@ from benchmarks.facts import RESULTS, command_line, write_result
 from contract.identity import Role
 from contract.membership import Credit, Load, Registration
 from protos import WORKER_PROTOCOL_MAX
-from router.admission_queue import AdmissionQueue
-from router.attached_worker import AttachedWorker
-from router.change_signal import ChangeSignal
-from router.fair_queue import QueueOrder
-from router.order_stream import OrderStream
-from router.policy import PlacementRequest, place
-from router.registry import Registry
-from router.running_shares import RunningShares
+from router.admission.admission_queue import AdmissionQueue
+from router.admission.fair_queue import QueueOrder
+from router.admission.unreachable_pairs import UnreachablePairs
+from router.concurrency.change_signal import ChangeSignal
+from router.routing.policy import PlacementRequest, place
+from router.routing.running_shares import RunningShares
 from router.testing.worker import kv_layout
-from router.unreachable_pairs import UnreachablePairs
+from router.workers.attached_worker import AttachedWorker
+from router.workers.order_stream import OrderStream
+from router.workers.registry import Registry
 from wire.membership import layout_from_proto
 
 _NUM_WORKERS = (2, 100, 1000)

@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 
 from contract.outputs import TokenLogprobs
-from router.answer import Answer
-from router.delivery import Token, TokenBatch
-from router.limits import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
-from router.prepared_request import prepare
-from router.request import GenerationRequest
+from router.answers.answer import Answer
+from router.intake.limits import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
+from router.intake.prepared_request import prepare
+from router.intake.request import GenerationRequest
+from router.tokens.delivery import Token, TokenBatch
 from text.model_card import ModelCard
 from text.stop import StopAutomaton, StopStrings
 

@@ -18,11 +18,11 @@ from engine.connector import ConnectorFactory
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.info import EngineInfo
-from engine.scheduling.grammars import Grammars
 from engine.scheduling.handing_off import hand_off
 from engine.scheduling.inspection import check_integrity, counters, debug_state
-from engine.scheduling.status import RequestStatus
-from engine.scheduling.waits import WaitStage
+from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.waits.grammars import Grammars
+from engine.scheduling.waits.waits import WaitStage
 from engine.settings import EngineSettings
 from engine.startup import ExecutorStart, create_scheduler, describe_engine, start_executor
 from engine.stepping.gate import PacedGate, StepGate

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from contract.errors import SettingError
 from engine.connecting import EngineConnector
 from engine.info import EngineInfo
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.grammars import Grammars
+from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.waits import WaitStage
+from engine.scheduling.waits.grammars import Grammars
+from engine.scheduling.waits.waits import WaitStage
 from engine.settings import EngineSettings
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kvbaton.service import OfflineService
 from kvbaton.settings import LLMSettings
 from launch.arguments import parse, to_arguments
 from launch.progress import progress_bar
-from router.request import EmbeddingRequest, GenerationRequest
+from router.intake.request import EmbeddingRequest, GenerationRequest
 from text.chat import Chat
 
 Sampling = SamplingParams | Sequence[SamplingParams] | None

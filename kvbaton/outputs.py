@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.answer import Delta
-from router.delivery import Token
-from router.timings import Timings
+from router.answers.answer import Delta
+from router.answers.timings import Timings
+from router.tokens.delivery import Token
 from text.tokenizer import Tokenizer
 
 

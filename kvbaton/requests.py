@@ -18,8 +18,8 @@ from kvbaton.outputs import (
     prompt_logprobs,
 )
 from kvbaton.prompts import named
+from router.intake.request import EmbeddingRequest, GenerationRequest
 from router.pipeline import Pipeline
-from router.request import EmbeddingRequest, GenerationRequest
 from text.chat import Chat
 from text.model_card import ModelCard
 from text.tokenizer import Tokenizer

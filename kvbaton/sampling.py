@@ -8,7 +8,7 @@ from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Body
 from router.http.fields.sampling import shared_fields
 from router.http.fields.unsupported import reject_unsupported
-from router.request import GenerationRequest
+from router.intake.request import GenerationRequest
 from text.chat import Chat
 
 

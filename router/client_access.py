@@ -4,8 +4,8 @@ import logging
 from dataclasses import dataclass, field
 
 from contract.addresses import is_loopback
-from router.cancellation import CancellableRequests
-from router.held_bytes import HeldBytes
+from router.intake.cancellation import CancellableRequests
+from router.intake.held_bytes import HeldBytes
 from router.settings import RouterSettings
 from serving.api_keys import ApiKeys
 from serving.tls import Tls, read_tls

@@ -25,18 +25,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from contract.outputs import FinishReason
-from router.answer import Answer, Delta, DeltaSink, Prompt, Usage
-from router.delivery import TokenBatch
-from router.inbox import Take
-from router.limits import check_repeated
-from router.merge_streams import merge_streams
-from router.model_source import ModelSource
-from router.open_answers import OpenAnswers
-from router.request import EmbeddingRequest, GenerationRequest
-from router.request_preparer import RequestPreparer
-from router.request_run import RequestRun, RequestRuns
-from router.request_tracker import RequestTracker
-from router.round_robin import RoundRobin
+from router.answers.answer import Answer, Delta, DeltaSink, Prompt, Usage
+from router.answers.merge_streams import merge_streams
+from router.attempts.request_run import OpenAnswers, RequestRun, RequestRuns
+from router.attempts.request_tracker import RequestTracker
+from router.intake.limits import check_repeated
+from router.intake.model_source import ModelSource
+from router.intake.request import EmbeddingRequest, GenerationRequest
+from router.intake.request_preparer import RequestPreparer
+from router.intake.round_robin import RoundRobin
+from router.tokens.delivery import TokenBatch
+from router.tokens.inbox import Take
 from text.model_card import ModelCard
 
 _MANY_TOKENS = 8

@@ -2,24 +2,24 @@
 
 from collections.abc import Callable
 
-from router.admission_queue import AdmissionQueue
-from router.change_signal import ChangeSignal
-from router.inbox import UnreadBytes
-from router.metrics import RequestMetrics
-from router.model_source import ModelSource
+from router.admission.admission_queue import AdmissionQueue
+from router.admission.unreachable_pairs import UnreachablePairs
+from router.attempts.request_run import RequestRuns
+from router.attempts.request_tracker import RequestTracker
+from router.attempts.suspects import Suspects
+from router.concurrency.change_signal import ChangeSignal
+from router.concurrency.tasks import TaskSet
+from router.intake.limits import TenantRules
+from router.intake.model_source import ModelSource
+from router.intake.readiness import Wakes, what_is_missing
+from router.intake.request_preparer import RequestPreparer
+from router.intake.tokenizing import TokenizerThreads
 from router.pipeline import Pipeline
-from router.readiness import Wakes, what_is_missing
-from router.registry import Registry
-from router.request_preparer import RequestPreparer
-from router.request_run import RequestRuns
-from router.request_tracker import RequestTracker
-from router.running_shares import RunningShares
+from router.routing.running_shares import RunningShares
 from router.settings import RouterSettings
-from router.suspects import Suspects
-from router.tasks import TaskSet
-from router.tenancy import TenantRules
-from router.tokenizing import TokenizerThreads
-from router.unreachable_pairs import UnreachablePairs
+from router.telemetry.metrics import RequestMetrics
+from router.tokens.inbox import UnreadBytes
+from router.workers.registry import Registry
 
 
 class RequestPath:

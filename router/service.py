@@ -6,24 +6,24 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from router.admin_access import admin_access
-from router.batch_setup import build_batches
+from router.admin.admin_access import admin_access
+from router.admin.inspection import Inspection
+from router.admin.scaling import ScalingLeases, ScalingReports
+from router.admin.scaling_admin import ScalingAdmin
+from router.admin.worker_admin import WorkerAdmin
+from router.attempts.draining import Drain
 from router.client_access import client_access
-from router.draining import Drain
-from router.evacuation import Evacuation
-from router.inspection import Inspection
-from router.metrics import RouterMetrics
-from router.model_source import ModelSource
-from router.moving import Mover
+from router.intake.model_source import ModelSource
+from router.migration.evacuation import Evacuation
+from router.migration.moving import Mover
+from router.migration.standing_orders import StandingOrders
 from router.pipeline import Pipeline
-from router.public_apis import PublicApis
+from router.ports.batch_setup import build_batches
+from router.ports.public_apis import PublicApis
+from router.ports.worker_port import WorkerPort
 from router.request_path import RequestPath
-from router.scaling import ScalingLeases, ScalingReports
-from router.scaling_admin import ScalingAdmin
 from router.settings import RouterSettings
-from router.standing_orders import StandingOrders
-from router.worker_admin import WorkerAdmin
-from router.worker_port import WorkerPort
+from router.telemetry.metrics import RouterMetrics
 from serving.admin import AdminServer
 from serving.descriptors import (
     ConnectionCaps,

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field
 from contract.errors import SettingError
 from contract.options import DrainOptions
 from router.batches.quota import FolderLimits
-from router.goals import Goals
-from router.limits import MAX_PROMPTS
+from router.intake.limits import MAX_PROMPTS
+from router.telemetry.goals import Goals
 from serving.admin_access import AdminKeyOptions
 from serving.http_connections import HttpLimits
 from serving.http_hosts import HostNameOptions

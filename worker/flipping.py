@@ -2,7 +2,7 @@
 
 1. ``begin``: the worker sends its routers a credit of nothing, and waits until each of them has answered it. That takes one
    message in each direction. No leg is bound by the former role after that.
-   A router that needs the present role answers that, and the worker keeps it (``router/role_changes.py``).
+   A router that needs the present role answers that, and the worker keeps it (``router/routing/role_changes.py``).
 2. It takes the role and reports it with the credit of the role. Routers bind legs by it at once. Legs of the former role
    continue, also one that arrives now; the router moves answers away from a worker that decodes no more.
 3. Until nothing is left of the former role the worker is unsettled (``worker/settling.py``), and takes no further role.

@@ -10,8 +10,8 @@ last fetches end. Routers bind by what they have received, so each change has th
 3. It is settled when every router has reported that nothing of the former state is left, and the engine has nothing either.
    A router reports that in its answer to a credit, or later on its own.
 
-Routers bind no hand-over between two unsettled workers, and move no answer to one (``router/policy.py``,
-``router/moving.py``).
+Routers bind no hand-over between two unsettled workers, and move no answer to one (``router/routing/policy.py``,
+``router/migration/moving.py``).
 """
 
 import asyncio

@@ -7,10 +7,10 @@ from autoscaler.simulation.timeline import Timeline
 from autoscaler.simulation.worker import NoteSteps, SimulatedDecode, SimulatedPrefill, SimulatedRequest
 from autoscaler.timing_model import TimingModel
 from contract.identity import Role
-from router.fair_queue import FairQueue, QueueOrder
-from router.legs import CONTINUATION, DECODE, PREFILL, Placement
-from router.policy import PlacementRequest, place
-from router.views import WorkerView, WorkerViews
+from router.admission.fair_queue import FairQueue, QueueOrder
+from router.routing.legs import CONTINUATION, DECODE, PREFILL, Placement
+from router.routing.policy import PlacementRequest, place
+from router.routing.views import WorkerView, WorkerViews
 
 _LANE = "generation"
 _QUEUED_PROMPT_TOKENS = 4096

@@ -14,10 +14,10 @@ from msgspec import structs
 
 from contract.errors import InvalidRequestError, NotFoundError
 from contract.requests import EngineRequest, HandOff, SendTransfer
-from engine.scheduling.finish import HANDED_OFF
-from engine.scheduling.request import Request
+from engine.scheduling.requests.finish import HANDED_OFF
+from engine.scheduling.requests.request import Request
+from engine.scheduling.requests.status import RequestStatus
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.status import RequestStatus
 
 
 def hand_off(scheduler: Scheduler, order: HandOff) -> None:

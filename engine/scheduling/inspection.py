@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from engine.scheduling.kv_sender import lease_holder
+from engine.scheduling.remote.kv_sender import lease_holder
+from engine.scheduling.requests.status import RequestStatus
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.status import RequestStatus
 
 
 def debug_state(scheduler: Scheduler) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from contract.requests import EngineRequest
-from engine.scheduling.finish import Finish
-from engine.scheduling.grammars import Grammars
-from engine.scheduling.limits import Limits
 from engine.scheduling.live_requests import LiveRequests
-from engine.scheduling.request import Request
+from engine.scheduling.requests.finish import Finish
+from engine.scheduling.requests.limits import Limits
+from engine.scheduling.requests.request import Request
 from engine.scheduling.stats import Totals
+from engine.scheduling.waits.grammars import Grammars
 
 
 class Intake:

@@ -3,15 +3,15 @@
 from contract.errors import InvalidRequestError
 from contract.outputs import TokenLogprobs
 from contract.requests import EngineRequest
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.deadlines import Deadline, Deadlines
-from engine.scheduling.finish import Finish
-from engine.scheduling.outbox import Outbox
-from engine.scheduling.queues import BatchQueues
-from engine.scheduling.remote_kv import RemoteKV
-from engine.scheduling.request import Request
-from engine.scheduling.request_index import RequestIndex
-from engine.scheduling.waits import Waits
+from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.remote.remote_kv import RemoteKV
+from engine.scheduling.requests.finish import Finish
+from engine.scheduling.requests.outbox import Outbox
+from engine.scheduling.requests.queues import BatchQueues
+from engine.scheduling.requests.request import Request
+from engine.scheduling.requests.request_index import RequestIndex
+from engine.scheduling.waits.deadlines import Deadline, Deadlines
+from engine.scheduling.waits.waits import Waits
 
 
 class LiveRequests:

@@ -1,13 +1,13 @@
 """Questions about the work of a scheduler. None of them changes anything."""
 
-from engine.scheduling.batching import Batcher
-from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.batch.batching import Batcher
+from engine.scheduling.batch.step_times import StepTimes
+from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.live_requests import LiveRequests
-from engine.scheduling.queues import BatchQueues
-from engine.scheduling.remote_kv import RemoteKV
+from engine.scheduling.remote.remote_kv import RemoteKV
+from engine.scheduling.requests.queues import BatchQueues
 from engine.scheduling.stats import SchedulerStats, Totals
-from engine.scheduling.step_times import StepTimes
-from engine.scheduling.waits import Waits
+from engine.scheduling.waits.waits import Waits
 
 
 class Load:

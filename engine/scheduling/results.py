@@ -6,20 +6,20 @@ from contract.errors import ErrorKind, TransferError
 from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken
 from engine.outputs import ModelRunnerOutput
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.finish import HANDED_OVER, Finish
-from engine.scheduling.forking import Forking, choices_of
-from engine.scheduling.grammar_matching import advance_matcher
-from engine.scheduling.kv_receiver import check_first_tokens
-from engine.scheduling.limits import Limits
+from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.live_requests import LiveRequests
-from engine.scheduling.queues import BatchQueues
-from engine.scheduling.remote_kv import RemoteKV
-from engine.scheduling.request import Request
+from engine.scheduling.remote.kv_receiver import check_first_tokens
+from engine.scheduling.remote.remote_kv import RemoteKV
+from engine.scheduling.requests.finish import HANDED_OVER, Finish
+from engine.scheduling.requests.forking import Forking, choices_of
+from engine.scheduling.requests.grammar_matching import advance_matcher
+from engine.scheduling.requests.limits import Limits
+from engine.scheduling.requests.queues import BatchQueues
+from engine.scheduling.requests.request import Request
+from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.requests.stopping import finish_after
+from engine.scheduling.requests.token_logprobs import first_tokens, logprobs_in_row
 from engine.scheduling.stats import Totals
-from engine.scheduling.status import RequestStatus
-from engine.scheduling.stopping import finish_after
-from engine.scheduling.token_logprobs import first_tokens, logprobs_in_row
 
 
 class Results:

@@ -20,27 +20,27 @@ from contract.outputs import EngineOutput
 from contract.requests import EngineRequest
 from engine.connector import ReceiverConnector, SchedulerConnector
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.batching import Batcher
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.deadlines import Deadlines
-from engine.scheduling.finish import Finish
-from engine.scheduling.grammar_matching import add_bitmask
-from engine.scheduling.grammars import Grammars
+from engine.scheduling.batch.batching import Batcher
+from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.intake import Intake
-from engine.scheduling.kv_receiver import KVReceiver
-from engine.scheduling.kv_sender import KVSender
-from engine.scheduling.limits import Limits
 from engine.scheduling.live_requests import LiveRequests
 from engine.scheduling.load import Load
-from engine.scheduling.outbox import Outbox
-from engine.scheduling.queues import BatchQueues
-from engine.scheduling.remote_kv import RemoteKV
-from engine.scheduling.request import Request
+from engine.scheduling.remote.kv_receiver import KVReceiver
+from engine.scheduling.remote.kv_sender import KVSender
+from engine.scheduling.remote.remote_kv import RemoteKV
+from engine.scheduling.requests.finish import Finish
+from engine.scheduling.requests.grammar_matching import add_bitmask
+from engine.scheduling.requests.limits import Limits
+from engine.scheduling.requests.outbox import Outbox
+from engine.scheduling.requests.queues import BatchQueues
+from engine.scheduling.requests.request import Request
+from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.requests.step_plan import StepPlan
 from engine.scheduling.results import Results
 from engine.scheduling.stats import Totals
-from engine.scheduling.status import RequestStatus
-from engine.scheduling.step_plan import StepPlan
-from engine.scheduling.waits import Waits, WaitStage
+from engine.scheduling.waits.deadlines import Deadlines
+from engine.scheduling.waits.grammars import Grammars
+from engine.scheduling.waits.waits import Waits, WaitStage
 from engine.settings import EngineSettings
 
 

@@ -22,7 +22,7 @@ class Work(Protocol):
         """Return whether the next step holds answers, and no prompt waits."""
 
     def seconds_to_pause(self) -> float:
-        """Return how long the next step leaves the machine to other clients (``engine.scheduling.fair_steps``)."""
+        """Return how long the next step leaves the machine to other clients (``engine.scheduling.batch.fair_steps``)."""
 
 
 class StepGate(Protocol):

@@ -11,8 +11,8 @@ from router.batches.records import BatchRecord
 from router.batches.run import BatchRun
 from router.batches.run_context import CountResult, Pause, RunContext
 from router.batches.storage import Storage
-from router.change_signal import ChangeSignal
-from router.tasks import TaskSet
+from router.concurrency.change_signal import ChangeSignal
+from router.concurrency.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError
 from protos import inference_pb2 as pb
-from router.cancellation import client_name
-from router.request import new_request_id
+from router.intake.cancellation import client_name
+from router.intake.request import new_request_id
 from serving.grpc_errors import abort
 
 logger = logging.getLogger(__name__)

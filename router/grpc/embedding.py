@@ -1,9 +1,9 @@
 """The messages of ``Embed``: parsed into the pipeline's requests, and made of its deltas."""
 
 from protos import inference_pb2 as pb
-from router.answer import Delta
+from router.answers.answer import Delta
 from router.grpc.prompts import prompt_of
-from router.request import EmbeddingRequest, for_prompts
+from router.intake.request import EmbeddingRequest, for_prompts
 
 
 def embedding_requests(

@@ -9,7 +9,7 @@ from contract.grammars import reduced
 from contract.sampling import Grammar
 from protos import inference_pb2 as pb
 from router.grpc.prompts import prompt_of
-from router.request import GenerationRequest
+from router.intake.request import GenerationRequest
 
 
 def generation_request(

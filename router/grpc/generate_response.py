@@ -2,8 +2,8 @@
 
 from contract.outputs import FinishReason
 from protos import inference_pb2 as pb
-from router.answer import Delta
-from router.delivery import Token
+from router.answers.answer import Delta
+from router.tokens.delivery import Token
 
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,

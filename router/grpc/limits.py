@@ -5,7 +5,7 @@ from collections.abc import Sized
 from contract.errors import InvalidRequestError
 from contract.sampling import MAX_GRAMMAR_BYTES
 from protos import inference_pb2 as pb
-from router.limits import (
+from router.intake.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIASES,
     MAX_PROMPT_TOKENS,

@@ -9,16 +9,16 @@ from contract.errors import InvalidRequestError
 from contract.requests import check_token_ids
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from router.answer import Delta
-from router.best_of import choose_best
+from router.answers.answer import Delta
+from router.answers.best_of import choose_best
 from router.client_access import ClientAccess
 from router.grpc.calls import REQUEST_ID_KEY, answering, name_of
 from router.grpc.embedding import embed_response, embedding_requests
 from router.grpc.generate_request import generation_request, is_best_of, num_chosen
 from router.grpc.generate_response import generate_response, joined
 from router.grpc.limits import check_detokenize, check_embed, check_generate
+from router.intake.tokenizing import encode_text
 from router.request_path import RequestPath
-from router.tokenizing import encode_text
 from serving.grpc_keys import authorization_of
 from serving.stall_limit import stall_limit
 

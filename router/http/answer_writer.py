@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from router.answer import Delta
+from router.answers.answer import Delta
 from router.http.boundary import STREAM, request_id_header
 from router.http.exchange import Exchange
 from router.http.formatter import AnswerFormatter

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from aiohttp import hdrs, web
 
+from router.attempts.draining import Drain
 from router.client_access import ClientAccess
-from router.draining import Drain
 from router.http.access import Cors, checking, key_check
 from router.http.bodies.raw_body import check_expectation
 from router.http.boundary import boundary

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import structs
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError
-from router.answer import Delta
+from router.answers.answer import Delta
 from router.batches.answering import LineAnswer
 from router.http.bodies.body import Body, Json
 from router.http.bodies.json_bodies import decode_body
@@ -23,9 +23,9 @@ from router.http.schema.chat import CHAT
 from router.http.schema.completion import COMPLETION
 from router.http.schema.embedding import EMBEDDING
 from router.http.schema.responses import RESPONSE
-from router.model_source import ModelSource
+from router.intake.model_source import ModelSource
+from router.intake.request import BACKGROUND_PRIORITY, EmbeddingRequest, GenerationRequest, new_request_id
 from router.pipeline import Pipeline
-from router.request import BACKGROUND_PRIORITY, EmbeddingRequest, GenerationRequest, new_request_id
 from router.settings import RouterSettings
 from serving.errors import http_status, openai_error
 

@@ -7,12 +7,12 @@ from typing import Any
 from aiohttp import web
 
 from contract.errors import ErrorKind, InternalError, InvalidRequestError, KvbatonError, NotFoundError
-from router.cancellation import client_name
 from router.http.access import tenant_of
 from router.http.exchange import Origin
 from router.http.messages.errors import is_messages_path, messages_error
 from router.http.streaming import EventStream
-from router.request import new_request_id
+from router.intake.cancellation import client_name
+from router.intake.request import new_request_id
 from serving.errors import http_status, openai_error, retry_after_seconds
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from contract.errors import InvalidRequestError
-from router.answer import Delta
+from router.answers.answer import Delta
 from router.http.answer_writer import json_bytes
 from router.http.bodies.body import Body, Json
 from router.http.bodies.json_bodies import JsonBodyReader
@@ -22,9 +22,9 @@ from router.http.fields.unsupported import reject_unsupported
 from router.http.lifetime import let_client_cancel
 from router.http.schema.embedding import EMBEDDING
 from router.http.timing_header import server_timing
-from router.model_source import ModelSource
+from router.intake.model_source import ModelSource
+from router.intake.request import EmbeddingRequest, for_prompts
 from router.pipeline import Pipeline
-from router.request import EmbeddingRequest, for_prompts
 
 _FORMATS = ("float", "base64")
 _NUMBERS_OF_A_PART = 64

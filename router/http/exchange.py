@@ -8,11 +8,11 @@ import msgspec
 from aiohttp import web
 
 from contract.errors import KvbatonError
-from router.answer import Delta
-from router.best_of import choose_best
+from router.answers.answer import Delta
+from router.answers.best_of import choose_best
 from router.http.formatter import AnswerFormatter, AnswerOptions
 from router.http.streaming import EventStream
-from router.request import GenerationRequest
+from router.intake.request import GenerationRequest
 
 _SMALL = 256
 """Deltas up to which an answer is encoded on the event loop."""

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.answer import Delta
+from router.answers.answer import Delta
 from router.http.bodies.body import Json
 
 Event = Json | msgspec.Raw

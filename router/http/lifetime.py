@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from router.cancellation import CancellableRequests, OpenRequest
 from router.http.boundary import REQUEST_ID, name_of
+from router.intake.cancellation import CancellableRequests, OpenRequest
 from serving.admin_access import authorization_of
 
 _OPEN = web.RequestKey("open", OpenRequest)

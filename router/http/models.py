@@ -4,8 +4,8 @@ from aiohttp import web
 
 from contract.errors import NotFoundError
 from router.http.bodies.body import Json
-from router.model_source import ModelSource
-from router.registry import Registry
+from router.intake.model_source import ModelSource
+from router.workers.registry import Registry
 
 
 class ModelEndpoints:

@@ -6,9 +6,9 @@ from importlib.metadata import version
 from aiohttp import web
 from prometheus_client.registry import Collector
 
+from router.attempts.draining import Drain
 from router.batches.service import BatchService
 from router.client_access import ClientAccess
-from router.draining import Drain
 from router.http.answer_writer import AnswerWriter
 from router.http.bodies.json_bodies import JsonBodyReader
 from router.http.embeddings import EmbeddingEndpoint, EmbeddingParser

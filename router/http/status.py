@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from prometheus_client.registry import Collector
 
-from router.draining import Drain
+from router.attempts.draining import Drain
 from router.http.bodies.body import Json
 from serving.health import health_response
 from serving.metrics import CONTENT_TYPE, MetricsPage

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from router.answer import Delta
+from router.answers.answer import Delta
 
 _PARTS = (
     *("queue", "intake", "placement", "worker", "engine_queue", "messages"),

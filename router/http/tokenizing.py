@@ -13,9 +13,9 @@ from router.http.bodies.body import Body, Json
 from router.http.bodies.json_bodies import JsonBodyReader
 from router.http.fields.chat import chat_of
 from router.http.schema.tokenizing import DETOKENIZE, TOKENIZE
-from router.model_source import ModelSource
-from router.registry import Registry
-from router.tokenizing import TokenizerThreads, encode_text, size_of
+from router.intake.model_source import ModelSource
+from router.intake.tokenizing import TokenizerThreads, encode_text, size_of
+from router.workers.registry import Registry
 from text.length_bound import check_text_size
 from text.model_card import ModelCard
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from contract.errors import InternalError, NotFoundError
 from protos import worker_pb2 as pb
-from router.tasks import TaskSet
+from router.concurrency.tasks import TaskSet
 from router.testing.entries import embedding_entry, error_entry, handed_over_entry, token_entry
 from router.testing.script import Script, Writer
 from router.testing.stream import RouterStream

@@ -15,8 +15,8 @@ from autoscaler.router_counts import (
     percentile,
 )
 from launch.router_admin import merged
-from router.answer import Usage
-from router.metrics import RouterMetrics
+from router.answers.answer import Usage
+from router.telemetry.metrics import RouterMetrics
 from serving.metrics import render
 from tests.autoscaler.cases import D, P
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
 from router.request_path import RequestPath
+from router.workers.attached_worker import AttachedWorker
 
 _LOOK_SECONDS = 0.001
 _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}

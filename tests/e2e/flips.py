@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from contract.identity import Role
 from contract.membership import RoleOrder
-from router.attached_worker import AttachedWorker
 from router.service import RouterService
+from router.workers.attached_worker import AttachedWorker
 from tests.chaos.fleet import Fleet
 from tests.chaos.held_resources import read_metrics, read_states, until_free
 from tests.chaos.local_router import running_workers

@@ -10,9 +10,9 @@ import pytest
 
 from contract.identity import Role
 from kv_transfer.options import TransportName
-from router.metrics import RouterMetrics
-from router.move import MoveResult
-from router.moving import Mover
+from router.migration.move import MoveResult
+from router.migration.moving import Mover
+from router.telemetry.metrics import RouterMetrics
 from tests.e2e.cells import COMPLETION, STREAMED, ask_streamed, comparable
 from tests.e2e.in_process import LocalService, running_in_process
 from tests.e2e.test_cells import check_same

@@ -17,7 +17,7 @@ from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.scheduling.inspection import check_integrity
-from engine.scheduling.waits import WaitStage
+from engine.scheduling.waits.waits import WaitStage
 from engine.settings import EngineSettings
 from engine.testing.fakes import FakeExecutor, start_fake_executor
 from engine.testing.transfer import FakeConnector

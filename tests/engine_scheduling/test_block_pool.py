@@ -3,7 +3,7 @@
 import pytest
 
 from contract.block_hash import full_block_hashes, root_hash
-from engine.scheduling.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 
 SIZE = 4
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.request import Request
-from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.requests.request import Request
+from engine.scheduling.requests.step_plan import StepPlan
 from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.fair_steps import RECENT_SECONDS
-from engine.scheduling.row_limit import MIN_ROWS, RowLimit
+from engine.scheduling.batch.fair_steps import RECENT_SECONDS
+from engine.scheduling.batch.row_limit import MIN_ROWS, RowLimit
 from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 from tests.soak_settings import machine_settings, soaked

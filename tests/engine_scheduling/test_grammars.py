@@ -15,7 +15,7 @@ from contract.sampling import Grammar
 from engine.connector import FirstToken, Received
 from engine.grammar.llguidance_matcher import build_matcher
 from engine.grammar.vocabulary import load_vocabulary
-from engine.scheduling.status import RequestStatus
+from engine.scheduling.requests.status import RequestStatus
 from engine.testing.transfer import FakeConnector
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SEND, SteppedEngine, fake_request
 from tests.text.tiny_model import END, byte_ids, write_model

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from contract.block_hash import BlockHash, full_block_hashes, root_hash
-from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.blocks.block_pool import BlockPool
 from tests.soak_settings import machine_settings, soaked
 
 SIZE, NUM_BLOCKS = 4, 12

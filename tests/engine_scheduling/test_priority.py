@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling.status import RequestStatus
+from engine.scheduling.requests.status import RequestStatus
 from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import (
     RECEIVE,

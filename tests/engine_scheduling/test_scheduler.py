@@ -4,7 +4,7 @@ import pytest
 
 from contract.outputs import FinishReason
 from contract.sampling import SamplingParams
-from engine.scheduling.status import RequestStatus
+from engine.scheduling.requests.status import RequestStatus
 from engine.testing.fakes import FAKE_EOS, NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 

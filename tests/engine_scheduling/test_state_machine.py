@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from contract.errors import InvalidRequestError
 from contract.outputs import FinishReason
 from contract.requests import EngineRequest, HandOff, ReceiveTransfer, SendTransfer
-from engine.scheduling.block_pool import blocks_needed
-from engine.scheduling.request import Request
+from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.requests.request import Request
 from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 from tests.soak_settings import machine_settings, soaked

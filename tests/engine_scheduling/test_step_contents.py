@@ -2,7 +2,7 @@
 
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
-from engine.scheduling.status import RequestStatus
+from engine.scheduling.requests.status import RequestStatus
 from engine.testing.fakes import FAKE_EOS, fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from contract.errors import InternalError
 from contract.outputs import FinishReason
 from contract.requests import SendTransfer
-from engine.scheduling.status import RequestStatus
+from engine.scheduling.requests.status import RequestStatus
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,

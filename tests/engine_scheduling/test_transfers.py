@@ -4,7 +4,7 @@ import pytest
 
 from contract.outputs import FinishReason
 from contract.sampling import choice_seed
-from engine.scheduling.status import RequestStatus
+from engine.scheduling.requests.status import RequestStatus
 from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import (
     PROMPT,

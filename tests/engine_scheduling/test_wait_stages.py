@@ -7,10 +7,10 @@ import pytest
 from contract.errors import OverloadedError
 from contract.outputs import FinishReason
 from contract.requests import EngineRequest
-from engine.scheduling.finish import Finish
-from engine.scheduling.request import Request
-from engine.scheduling.status import RequestStatus
-from engine.scheduling.waits import Ready
+from engine.scheduling.requests.finish import Finish
+from engine.scheduling.requests.request import Request
+from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.waits.waits import Ready
 from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SteppedEngine, arrive, fake_request
 

@@ -6,7 +6,7 @@ import pytest
 
 from contract.outputs import EngineOutput
 from engine.connector import FirstToken, Received
-from engine.scheduling.status import RequestStatus
+from engine.scheduling.requests.status import RequestStatus
 from engine.testing.fakes import FAKE_VOCAB_SIZE
 from engine.testing.transfer import FakeConnector
 from tests.engine_scheduling.stepping import (

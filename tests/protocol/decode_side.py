@@ -1,8 +1,8 @@
 """A decode worker of the explored world: production's scheduler and ``FetchTransfers``, and its reads, moved by hand."""
 
 from contract.errors import ErrorKind
-from engine.scheduling.finish import Finish
-from engine.scheduling.status import RequestStatus
+from engine.scheduling.requests.finish import Finish
+from engine.scheduling.requests.status import RequestStatus
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef

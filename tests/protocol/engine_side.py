@@ -9,7 +9,7 @@ from contract.outputs import EngineOutput
 from contract.requests import HandOff, ReceiveTransfer, SendTransfer
 from engine.connector import ReceiverConnector, SenderConnector, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.handing_off import hand_off
 from engine.scheduling.inspection import check_integrity
 from engine.scheduling.scheduler import Scheduler

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from contract.identity import Role
 from contract.membership import Credit
-from router.policy import decodes_no_more
-from router.role_changes import missing_roles
+from router.routing.policy import decodes_no_more
+from router.routing.role_changes import missing_roles
 from tests.protocol.flip_router import (
     is_needed,
     num_left,
@@ -336,7 +336,7 @@ def _changed(worker: Worker, change: Callable[[Lifecycle], None]) -> Worker:
 
 
 def _sources_of(world: FlipWorld, router: int) -> set[int]:
-    """Return the workers that a router moves answers away from; see ``router.moving.Mover``."""
+    """Return the workers that a router moves answers away from; see ``router.migration.moving.Mover``."""
     sources = (source_of(one) for one in world.requests if one.router == router)
     return {source for source in sources if source is not None}
 

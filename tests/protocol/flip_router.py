@@ -7,14 +7,14 @@ from msgspec.structs import replace
 
 from contract.identity import Role
 from contract.membership import Credit, Registration
-from router.attached_worker import AttachedWorker
-from router.legs import CONTINUATION, Placement
-from router.order_stream import OrderStream
-from router.policy import Pairs, PlacementRequest, never_bound, never_moved_to, place
-from router.role_changes import is_role_needed
-from router.running_shares import Held
-from router.views import WorkerView, WorkerViews
-from router.worker_calls import WorkerCalls
+from router.routing.legs import CONTINUATION, Placement
+from router.routing.policy import Pairs, PlacementRequest, never_bound, never_moved_to, place
+from router.routing.role_changes import is_role_needed
+from router.routing.running_shares import Held
+from router.routing.views import WorkerView, WorkerViews
+from router.workers.attached_worker import AttachedWorker
+from router.workers.order_stream import OrderStream
+from router.workers.worker_calls import WorkerCalls
 from tests.protocol.flip_world import FULL, FlipRules, FlipWorld, Report, Request, Seen, source_of
 from tests.protocol.world import with_item
 

@@ -1,9 +1,10 @@
 """Small worlds of workers that change their roles and drain: what they send, and who waits for whose blocks.
 
-Production decides: which workers are chosen, and between which nothing is handed over or moved (``router.policy``); which
-calls and credits a role has (``worker.lifecycle``); what a worker does next (``worker.transitions``); what a router makes of
-a role and a credit, and what it reports (``router.attached_worker``, ``router.capacity``). A pool is a number of blocks, and
-each leg takes one. Messages between a worker and a router keep their order; each of them arrives at any later moment.
+Production decides: which workers are chosen, and between which nothing is handed over or moved (``router.routing.policy``);
+which calls and credits a role has (``worker.lifecycle``); what a worker does next (``worker.transitions``); what a router
+makes of a role and a credit, and what it reports (``router.workers.attached_worker``, ``router.workers.capacity``). A pool
+is a number of blocks, and each leg takes one. Messages between a worker and a router keep their order; each of them arrives
+at any later moment.
 Nothing fails and no deadline passes, so a request that does not end in a quiet world is in a deadlock.
 """
 
@@ -272,7 +273,7 @@ def num_free(scenario: FlipScenario, world: FlipWorld, index: int) -> int:
 
 
 def source_of(request: Request) -> int | None:
-    """Return the worker that an answer is being moved away from, None without a move; see ``router.moving.Mover``."""
+    """Return the worker that an answer is being moved away from, None without a move; see ``Mover``."""
     part = request.receive if request.target else request.send if request.is_moved else None
     return part.worker if part else None
 

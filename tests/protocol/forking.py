@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 
 from contract.requests import EngineRequest
-from engine.scheduling.deadlines import Deadlines
-from engine.scheduling.fair_steps import FairSteps
+from engine.scheduling.batch.fair_steps import FairSteps
+from engine.scheduling.waits.deadlines import Deadlines
 from kv_transfer.control.fetch_effects import ArrivalEstimates, FetchPorts
 from kv_transfer.counters import Counters
 from kv_transfer.settings import LocalWorker
-from router.order_stream import OrderStream
+from router.workers.order_stream import OrderStream
 from tests.protocol.sink import Sink
 from worker.accepted_requests import Accepted
 

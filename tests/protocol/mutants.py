@@ -3,8 +3,8 @@
 from msgspec.structs import replace
 
 from engine.connector import ReceiverConnector
-from engine.scheduling.kv_receiver import KVReceiver
-from engine.scheduling.request import Request
+from engine.scheduling.remote.kv_receiver import KVReceiver
+from engine.scheduling.requests.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings
 from kv_transfer.control.fetching import FetchTransfers

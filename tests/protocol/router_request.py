@@ -1,6 +1,6 @@
 """A request and its legs, as the router of the explored world keeps them, and the calls to workers."""
 
-from router.delivery import Delivery
+from router.tokens.delivery import Delivery
 
 Entry = tuple[int, int, int, tuple[int, ...], str | None, str | None]
 """(request, attempt, first index, tokens, finish reason, error kind)."""
@@ -10,7 +10,7 @@ id). In place of the tokens, a cancel has the attempt that was started there, an
 
 
 class RouterLeg:
-    """One worker's part of an attempt; see ``router.attempt.Leg``."""
+    """One worker's part of an attempt; see ``router.attempts.attempt.Leg``."""
 
     def __init__(self, worker: str, boot: str, first_index: int) -> None:
         self.worker, self.boot, self.first_index = worker, boot, first_index
@@ -27,7 +27,7 @@ class RouterLeg:
 
 
 class RouterRequest:
-    """One request's life; see ``router.request_run.RequestRun``. ended: how, once it has; it never changes then.
+    """One request's life; see ``router.attempts.request_run.RequestRun``. ended: how, once it has; it never changes then.
 
     target: the incarnation on which room is reserved for a move. num_moved: moves after which a token has come.
     """

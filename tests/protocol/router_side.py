@@ -3,11 +3,11 @@
 from contract.errors import TRANSFER_KINDS, ErrorKind, error_from_kind
 from contract.identity import Role
 from contract.outputs import FinishReason
-from router.delivery import Delivery, Token
-from router.failures import CURABLE, MAX_TRANSFER_FAILURES
-from router.legs import AGGREGATED, CONTINUATION, PREFILL, Placement, placed
-from router.policy import PlacementRequest, missing_role, place
-from router.views import WorkerView, WorkerViews
+from router.attempts.failures import CURABLE, MAX_TRANSFER_FAILURES
+from router.routing.legs import AGGREGATED, CONTINUATION, PREFILL, Placement, placed
+from router.routing.policy import PlacementRequest, missing_role, place
+from router.routing.views import WorkerView, WorkerViews
+from router.tokens.delivery import Delivery, Token
 from tests.protocol.engine_side import HANDED_OVER
 from tests.protocol.router_request import Entry, LegCall, RouterLeg, RouterRequest
 from tests.protocol.scenario import Scenario
@@ -64,7 +64,7 @@ class RouterSide:
         )
 
     def hear(self, worker: str, boot: str, entry: Entry) -> None:
-        """Take one entry of a worker's stream; see ``router.attempt.Attempt._take``."""
+        """Take one entry of a worker's stream; see ``router.attempts.attempt.Attempt._take``."""
         number, attempt, first_index, tokens, finish_reason, error_kind = entry
         request = self.requests[number]
         leg = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
@@ -111,7 +111,7 @@ class RouterSide:
                 self._fail(request, ErrorKind.WORKER_LOST, {worker}, is_known=is_known)
 
     def drain(self, worker: str) -> None:
-        """Take a draining worker's credit; see ``router.evacuation.Evacuation``."""
+        """Take a draining worker's credit; see ``router.migration.evacuation.Evacuation``."""
         self.draining[worker] = False
         if any(other[0] == worker[0] and other not in self.draining for other in self.workers):
             for request in self.requests:
@@ -142,7 +142,7 @@ class RouterSide:
         self.bind_all()
 
     def movable(self) -> list[int]:
-        """Return the requests that may be moved now; see ``router.moving.Mover.can_move``."""
+        """Return the requests that may be moved now; see ``router.migration.moving.Mover.can_move``."""
         return [request.number for request in self.requests if self._may_be_moved(request)]
 
     def _may_be_moved(self, request: RouterRequest) -> bool:
@@ -167,7 +167,7 @@ class RouterSide:
         return (placement.end, self.workers[placement.end]) if placement else None
 
     def move(self, number: int) -> None:
-        """Reserve room for a request, and order it to be handed off; see ``router.moving.Mover._hand_off``."""
+        """Reserve room for a request, and order it to be handed off; see ``router.migration.moving.Mover._hand_off``."""
         request = self.requests[number]
         assert request.decode is not None
         if self.scenario.rules.reserves_first:
@@ -180,13 +180,13 @@ class RouterSide:
         )
 
     def refuse(self, number: int, attempt: int) -> None:
-        """Take the refusal of an order to hand off; see ``router.move.Move.refused``."""
+        """Take the refusal of an order to hand off; see ``router.migration.move.Move.refused``."""
         request = self.requests[number]
         if request.attempt == attempt:
             request.next_attempt = request.target = None
 
     def _hand_over(self, request: RouterRequest, leg: RouterLeg, num_tokens: int) -> None:
-        """Continue at the target; see ``router.move.Move.handed_over``."""
+        """Continue at the target; see ``router.migration.move.Move.handed_over``."""
         target = request.target if self.scenario.rules.reserves_first else self._target(request)
         next_attempt = request.next_attempt
         is_known = len(request.delivered) == num_tokens
@@ -201,7 +201,7 @@ class RouterSide:
         self._continue_at(request, target)
 
     def silent_targets(self) -> list[int]:
-        """Return the requests whose targets may be given up for their silence; see ``router.move.Move.target_is_silent``."""
+        """Return the requests whose targets may be given up for their silence; see ``Move.target_is_silent``."""
         moved = [request for request in self.requests if request.decode and request.decode.may_hold]
         return [r.number for r in moved if r.decode and self._may_move_on(r, r.decode, ErrorKind.WORKER_LOST)]
 
@@ -214,7 +214,7 @@ class RouterSide:
         self.calls.append(("cancel", silent.boot, number, request.attempt, request.attempt, None))
 
     def _moves_on(self, request: RouterRequest, failed: RouterLeg, kind: ErrorKind) -> bool:
-        """Continue at another target than the first one, which has failed; see ``router.move.Move.target_failed``."""
+        """Continue at another target than the first one, which has failed; see ``Move.target_failed``."""
         if not self._may_move_on(request, failed, kind):
             return False
         other = self._others(failed)[0]
@@ -235,7 +235,7 @@ class RouterSide:
         return self.workers.get(source.worker) == source.boot and bool(self._others(failed))
 
     def _continue_at(self, request: RouterRequest, target: tuple[str, str]) -> None:
-        """Order a worker to continue a request with what the source lends; see ``router.move.Move``."""
+        """Order a worker to continue a request with what the source lends; see ``router.migration.move.Move``."""
         source = request.prefill
         assert source is not None
         request.decode = RouterLeg(*target, source.next_index)
@@ -340,7 +340,7 @@ class RouterSide:
     def _fail(
         self, request: RouterRequest, kind: ErrorKind, failed_workers: set[str], *, is_known: bool = False
     ) -> None:
-        """is_known: see ``router.failures.Failures``. Raises LawBrokenError if nothing can have failed."""
+        """is_known: see ``router.attempts.failures.Failures``. Raises LawBrokenError if nothing can have failed."""
         if not self.scenario.faults:
             raise LawBrokenError(f"request {request.number} needs another attempt, and nothing has failed")
         prefer = request.prefill.worker if request.prefill else None

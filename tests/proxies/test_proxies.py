@@ -14,7 +14,7 @@ import pytest
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.move import MoveResult
+from router.migration.move import MoveResult
 from router.testing.script import Script
 from tests.proxies.proxies import NAME, Proxy, RunProxy, caddy, nginx
 from tests.router.cluster import PAIR, Cluster, running_cluster

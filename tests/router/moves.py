@@ -7,13 +7,13 @@ from typing import Any
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
-from router.metrics import RouterMetrics
-from router.move import MoveResult
-from router.moving import Mover
-from router.request_run import RequestRun
+from router.attempts.request_run import RequestRun
+from router.migration.move import MoveResult
+from router.migration.moving import Mover
+from router.telemetry.metrics import RouterMetrics
 from router.testing.script import Script
 from router.testing.worker import ScriptedWorker
+from router.workers.attached_worker import AttachedWorker
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import nothing_is_left
 from tests.router.test_replay import texts

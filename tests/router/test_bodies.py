@@ -270,8 +270,8 @@ async def test_a_large_body_leaves_most_of_the_loops_time_to_others(monkeypatch:
         now += 0.002
         return 0, 0
 
-    monkeypatch.setattr("router.throttling.time.monotonic", lambda: now)
-    monkeypatch.setattr("router.throttling.asyncio.sleep", sleep)
+    monkeypatch.setattr("router.intake.limits.time.monotonic", lambda: now)
+    monkeypatch.setattr("router.intake.limits.asyncio.sleep", sleep)
     monkeypatch.setattr("router.http.bodies.decoding._at_most", work)
     await decode(b'"' + b"a" * (LARGE_BYTES * 3) + b'"', 100)
     assert rests == [pytest.approx(0.006)] * 3 + [0.0]

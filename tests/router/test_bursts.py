@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.identity import Role
-from router import start_limiter, throttling
-from router.round_robin import RoundRobin
-from router.start_limiter import StartLimiter
-from router.tasks import cooperatively
+from router.admission import start_limiter
+from router.admission.start_limiter import StartLimiter
+from router.concurrency.tasks import cooperatively
+from router.intake import limits
+from router.intake.round_robin import RoundRobin
 from router.testing.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
@@ -59,7 +60,7 @@ async def test_a_few_requests_of_a_client_that_is_alone_begin_in_a_round() -> No
 
 async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop was busy for an hour, so the next turn is far; another client begins at once, and a lone one never rests."""
-    monkeypatch.setattr(throttling, "MAX_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(limits, "MAX_PAUSE_SECONDS", 3600.0)
     now = {"clock": 0.0, "cpu": 0.0}
     taking = RoundRobin(lambda: now["clock"], lambda: now["cpu"])
     for _ in range(3):

@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.delivery import Delivery, Token
+from router.tokens.delivery import Delivery, Token
 
 
 def piece(first: int, count: int) -> list[Token]:

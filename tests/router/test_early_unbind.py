@@ -13,21 +13,21 @@ from contract.identity import Role
 from contract.membership import Registration
 from contract.sampling import SamplingParams
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
-from router.attempt import Attempt, begin
-from router.attempt_legs import AttemptLegs
-from router.attempt_output import AttemptOutput
-from router.bound_leg import Leg
-from router.inbox import UnreadBytes
-from router.leg_report import LegReport
-from router.leg_requests import AttemptTask
-from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan, placed
-from router.order_stream import OrderStream
-from router.policy import PlacementRequest
-from router.prepared_request import PreparedRequest
-from router.reservation import Reservation
-from router.running_shares import Held
-from router.start_limiter import StartLimiter
+from router.admission.reservation import Reservation
+from router.admission.start_limiter import StartLimiter
+from router.attempts.attempt import Attempt, begin
+from router.attempts.attempt_legs import AttemptLegs
+from router.attempts.attempt_output import AttemptOutput
+from router.attempts.bound_leg import Leg
+from router.attempts.leg_outcome import LegReport
+from router.attempts.leg_requests import AttemptTask
+from router.intake.prepared_request import PreparedRequest
+from router.routing.legs import DECODE, LEG_KINDS, PREFILL, LegPlan, placed
+from router.routing.policy import PlacementRequest
+from router.routing.running_shares import Held
+from router.tokens.inbox import UnreadBytes
+from router.workers.attached_worker import AttachedWorker
+from router.workers.order_stream import OrderStream
 
 
 def orders_to(worker: AttachedWorker) -> list[str]:

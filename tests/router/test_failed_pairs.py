@@ -8,8 +8,8 @@ import pytest
 from contract.errors import IncompatiblePeerError, KvbatonError, PeerUnreachableError, TransferError
 from contract.identity import Role
 from protos import worker_pb2 as pb
+from router.admission.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
 from router.testing.script import Script
-from router.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TOKENS, nothing_is_left
 from tests.router.test_unreachable_pairs import ANSWER, Clock, D, P, ask, attached

@@ -5,8 +5,8 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fair_queue import AGING_PERIOD, FairQueue, QueueOrder
-from router.request import BACKGROUND_PRIORITY
+from router.admission.fair_queue import AGING_PERIOD, FairQueue, QueueOrder
+from router.intake.request import BACKGROUND_PRIORITY
 
 LANE = "lane"
 

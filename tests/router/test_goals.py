@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from contract.errors import ErrorKind
-from router.goals import GoalCounts, Goals, RecentCounts, attainment
-from router.metrics import RouterMetrics
+from router.telemetry.goals import GoalCounts, Goals, RecentCounts, attainment
+from router.telemetry.metrics import RouterMetrics
 from serving.event_metrics import EventHistogram
 
 GOALS = Goals(ttft_seconds=1.0, itl_seconds=0.1)

@@ -14,14 +14,14 @@ from contract.errors import (
 )
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.attempt import Attempt
-from router.attempt_legs import AttemptLegs
-from router.bound_leg import Leg
-from router.failures import Failures
-from router.leg_failure import Failure
-from router.legs import DECODE, LEG_KINDS, LegPlan
+from router.admission.unreachable_pairs import UnreachablePairs
+from router.attempts.attempt import Attempt
+from router.attempts.attempt_legs import AttemptLegs
+from router.attempts.bound_leg import Leg
+from router.attempts.failures import Failures
+from router.attempts.leg_outcome import Failure
+from router.routing.legs import DECODE, LEG_KINDS, LegPlan
 from router.testing.script import Script
-from router.unreachable_pairs import UnreachablePairs
 from tests.descriptors import no_descriptor_left
 from tests.router.cluster import running_cluster
 from tests.router.test_admission_queue import grant_one

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.move import MoveResult
+from router.migration.move import MoveResult
 from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.moves import SOURCE, TARGET, Moves, stalling

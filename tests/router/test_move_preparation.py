@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-import router.move_preparation
+import router.migration.move_preparation
 from contract.errors import InternalError, OverloadedError
 from contract.identity import Role
-from router.move import MoveResult
+from router.migration.move import MoveResult
 from tests.router.moves import ANSWER, SOURCE, STALL, TARGET, TOKENS, Moves, moves, only_on, stalling
 
 GRAMMAR = {"guided_regex": "[a-z]+"}
@@ -76,7 +76,7 @@ async def test_a_target_that_cannot_prepare_it_takes_the_answer_too(
 async def test_a_preparation_that_takes_too_long_does_not_keep_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router.move_preparation, "PREPARATION_SECONDS", 0.05)
+    monkeypatch.setattr(router.migration.move_preparation, "PREPARATION_SECONDS", 0.05)
     async with moves(fields=GRAMMAR) as made:
         made.target.player.may_prepare.clear()
         assert await made.move() is MoveResult.MOVED
@@ -97,7 +97,7 @@ async def test_a_target_that_dies_while_it_prepares_leaves_the_answer_where_it_i
 
 async def test_the_death_of_the_source_ends_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replay takes the room that was reserved; it does not wait for a compilation."""
-    monkeypatch.setattr(router.move_preparation, "PREPARATION_SECONDS", 3600.0)
+    monkeypatch.setattr(router.migration.move_preparation, "PREPARATION_SECONDS", 3600.0)
     async with moves(fields=GRAMMAR, max_replays=1) as made:
         made.target.player.may_prepare.clear()
         moving = asyncio.create_task(made.move())

@@ -1,7 +1,7 @@
 """The record of a move lists its parts."""
 
 from contract.outputs import RequestTimings, TransferReport
-from router.move_record import MoveRecord
+from router.telemetry.move_record import MoveRecord
 
 TIMINGS = RequestTimings(
     queue_seconds=0.03, transfer=TransferReport(exposed_seconds=0.02, num_bytes=9, waiting_seconds=0.5)

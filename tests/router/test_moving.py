@@ -7,8 +7,8 @@ import pytest
 from contract.errors import InvalidRequestError, PeerUnreachableError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.move import MoveResult
-from router.moving import Mover
+from router.migration.move import MoveResult
+from router.migration.moving import Mover
 from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.moves import (

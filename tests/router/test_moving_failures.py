@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-import router.moving
+import router.migration.moving
 from contract.errors import InvalidRequestError, NotFoundError, OverloadedError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.move import Move, MoveResult
+from router.migration.move import Move, MoveResult
 from router.testing.entries import handed_over_entry
 from tests.router.moves import (
     ANSWER,
@@ -198,7 +198,7 @@ async def test_a_second_target_fetches_what_the_source_still_lends(how: str) -> 
 
 @pytest.mark.parametrize("why", ["it shows signs of life", "no other worker could take it"])
 async def test_a_slow_target_is_waited_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.moving, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(router.migration.moving, "_SILENT_SECONDS", 0.05)
     async with moves() as made:
         only_on(made.target, token_delay_seconds=0.2)
         if why == "it shows signs of life":

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from contract.errors import DeadlineError, KvbatonError
 from protos import worker_pb2 as pb
-from router import order_stream
-from router.order_stream import OrderStream
+from router.workers import order_stream
+from router.workers.order_stream import OrderStream
 
 SECONDS = 0.02
 

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from contract.identity import Role
-from router.legs import (
+from router.routing.legs import (
     AGGREGATED,
     DECODE,
     EMBED,
@@ -15,8 +15,8 @@ from router.legs import (
     Placement,
     placed,
 )
-from router.policy import PlacementRequest, missing_role, place
-from router.views import WorkerView, WorkerViews
+from router.routing.policy import PlacementRequest, missing_role, place
+from router.routing.views import WorkerView, WorkerViews
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 WISH = PlacementRequest(num_prompt_tokens=20, num_answer_tokens=10)

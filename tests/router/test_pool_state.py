@@ -7,13 +7,13 @@ import pytest
 from contract.identity import Role
 from contract.membership import Credit, Load, Registration
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
-from router.goals import Goals
-from router.order_stream import OrderStream
-from router.pool_state import PoolState, RecentLatency, decided_by, pool_states
-from router.running_shares import Held
+from router.routing.running_shares import Held
+from router.telemetry.goals import Goals
+from router.telemetry.pool_state import PoolState, RecentLatency, decided_by, pool_states
 from router.testing.script import Script
-from router.worker_facts import ShownState
+from router.workers.attached_worker import AttachedWorker
+from router.workers.order_stream import OrderStream
+from router.workers.worker_facts import ShownState
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids
 

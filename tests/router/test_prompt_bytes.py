@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from contract.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from contract.identity import Role
 from protos import inference_pb2 as pb
-from router.request import GenerationRequest, tokenize
+from router.intake.request import GenerationRequest, tokenize
+from router.intake.tokenizing import TokenizerThreads, size_of
 from router.testing.script import Script
-from router.tokenizing import TokenizerThreads, size_of
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, model_files, tiny_tokenizer, write_model
 from text.chat import Chat

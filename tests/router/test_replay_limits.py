@@ -10,11 +10,11 @@ from contract.errors import OverloadedError, TransferError, WorkerLostError
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router.failures import Failures
-from router.leg_failure import Failure
+from router.admission.unreachable_pairs import UnreachablePairs
+from router.attempts.failures import Failures
+from router.attempts.leg_outcome import Failure
 from router.testing.script import Script
-from router.unreachable_pairs import UnreachablePairs
-from router.worker_calls import open_worker_calls
+from router.workers.worker_calls import open_worker_calls
 from serving.cluster_tls import router_tls
 from tests.router.cluster import SECRET, running_cluster
 from tests.router.test_admission_queue import grant_one

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from contract.errors import OverloadedError
 from contract.outputs import FinishReason
-from router.admission import WaitingCounts
-from router.answer import Delta, Usage
-from router.delivery import Token
-from router.leg_report import LegReport
-from router.metrics import RouterMetrics
-from router.request import BACKGROUND_PRIORITY, GenerationRequest
-from router.request_tracker import RequestTracker
-from router.tracked_request import RequestState, TrackedRequest
+from router.admission.admission import WaitingCounts
+from router.answers.answer import Delta, Usage
+from router.attempts.leg_outcome import LegReport
+from router.attempts.request_tracker import RequestTracker
+from router.attempts.tracked_request import RequestState, TrackedRequest
+from router.intake.request import BACKGROUND_PRIORITY, GenerationRequest
+from router.telemetry.metrics import RouterMetrics
+from router.tokens.delivery import Token
 
 
 def test_an_answer_that_its_client_still_reads_neither_waits_nor_runs() -> None:

@@ -15,27 +15,27 @@ from contract.identity import Role
 from contract.membership import Credit, Registration
 from contract.sampling import SamplingParams
 from protos import WORKER_PROTOCOL_MAX
-from router.admission_queue import AdmissionQueue
-from router.attached_worker import AttachedWorker
-from router.attempt import Attempt, begin
-from router.attempt_legs import AttemptLegs
-from router.attempt_output import AttemptOutput
-from router.change_signal import ChangeSignal
-from router.fair_queue import QueueOrder
-from router.inbox import UnreadBytes
-from router.leg_report import LegReport
-from router.leg_requests import AttemptTask
-from router.legs import LEG_KINDS
-from router.order_stream import OrderStream
-from router.policy import PlacementRequest
-from router.prepared_request import PreparedRequest
-from router.registry import Registry
-from router.reservation import Reservation
-from router.running_shares import RunningShares
-from router.start_limiter import _MOST_ALONE
+from router.admission.admission_queue import AdmissionQueue
+from router.admission.fair_queue import QueueOrder
+from router.admission.reservation import Reservation
+from router.admission.start_limiter import _MOST_ALONE
+from router.admission.unreachable_pairs import UnreachablePairs
+from router.attempts.attempt import Attempt, begin
+from router.attempts.attempt_legs import AttemptLegs
+from router.attempts.attempt_output import AttemptOutput
+from router.attempts.leg_outcome import LegReport
+from router.attempts.leg_requests import AttemptTask
+from router.concurrency.change_signal import ChangeSignal
+from router.intake.prepared_request import PreparedRequest
+from router.routing.legs import LEG_KINDS
+from router.routing.policy import PlacementRequest
+from router.routing.running_shares import RunningShares
+from router.routing.views import WorkerView
 from router.testing.worker import kv_layout
-from router.unreachable_pairs import UnreachablePairs
-from router.views import WorkerView
+from router.tokens.inbox import UnreadBytes
+from router.workers.attached_worker import AttachedWorker
+from router.workers.order_stream import OrderStream
+from router.workers.registry import Registry
 from wire.membership import layout_from_proto
 
 REQUEST = PlacementRequest(num_prompt_tokens=10, num_answer_tokens=5)
@@ -261,7 +261,7 @@ async def test_a_worker_that_is_lost_before_the_legs_begin_fails_their_attempts(
 @pytest.mark.parametrize("is_begun", [True, False])
 async def test_a_reservation_counts_as_a_start(monkeypatch: pytest.MonkeyPatch, is_begun: bool) -> None:
     """A client's next request waits while a few are decided on, until the orders of one are sent or one is given up."""
-    monkeypatch.setattr("router.start_limiter._TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr("router.admission.start_limiter._TIMEOUT_SECONDS", 60.0)
     made = Queue(max_requests=100)
     async with AsyncExitStack() as stack, AsyncExitStack() as late:
         for _ in range(_MOST_ALONE):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from contract.identity import Role
 from contract.sampling import choice_seed
 from protos import worker_pb2 as pb
-from router.policy import PlacementRequest, place
-from router.running_shares import RECENT_SECONDS, Held, RunningShares, TotalCredit
+from router.routing.policy import PlacementRequest, place
+from router.routing.running_shares import RECENT_SECONDS, Held, RunningShares, TotalCredit
+from router.routing.views import WorkerView, WorkerViews
 from router.testing.script import Script
-from router.views import WorkerView, WorkerViews
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS
 

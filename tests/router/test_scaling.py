@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from contract.scaling import HOLDS, Direction, PoolScaling, ScalingReason, ScalingReport
-from router.metrics import RouterMetrics
-from router.scaling import ScalingReports
+from router.admin.scaling import ScalingReports
+from router.telemetry.metrics import RouterMetrics
 from router.testing.script import Script
 from serving.metrics import render
 from tests.router.cluster import PAIR, Cluster, running_cluster

@@ -6,9 +6,9 @@ import pytest
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.policy import PlacementRequest, candidates, place
+from router.routing.policy import PlacementRequest, candidates, place
+from router.routing.views import WorkerView, WorkerViews
 from router.testing.script import Script
-from router.views import WorkerView, WorkerViews
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.identity import Role
-from router.prepared_request import PreparedRequest
-from router.request import BACKGROUND_PRIORITY
-from router.tenancy import TenantRules, tenant_salt
+from router.intake.limits import TenantRules, tenant_salt
+from router.intake.prepared_request import PreparedRequest
+from router.intake.request import BACKGROUND_PRIORITY
 from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_admission_queue import grant_one

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.answer import Delta
-from router.delivery import Token
+from router.answers.answer import Delta
 from router.http.formatter import AnswerOptions
 from router.http.generation.chat_formatter import ChatFormatter
 from router.http.generation.completion_formatter import CompletionFormatter
 from router.http.generation.echo import PromptView
+from router.tokens.delivery import Token
 from tests.text.tiny_model import tiny_tokenizer
 from text.tokenizer import Tokenizer
 

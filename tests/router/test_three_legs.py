@@ -17,28 +17,28 @@ from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
-from router.admission_queue import AdmissionQueue
-from router.change_signal import ChangeSignal
-from router.evacuation import Evacuation
-from router.fair_queue import QueueOrder
-from router.inbox import UnreadBytes
-from router.legs import DECODE, LEG_KINDS, PREFILL, LegKind, LegPlan, Placement, Result
-from router.membership import MembershipServicer
-from router.metrics import RouterMetrics
-from router.moving import Mover
-from router.policy import PlacementRequest
-from router.prepared_request import PreparedRequest
-from router.registry import Registry
-from router.request import GenerationRequest
-from router.request_run import RequestRuns
-from router.request_tracker import RequestTracker
-from router.reservation import Reservation
-from router.start_limiter import StartLimiter
-from router.suspects import Suspects
-from router.tasks import TaskSet
+from router.admission.admission_queue import AdmissionQueue
+from router.admission.fair_queue import QueueOrder
+from router.admission.reservation import Reservation
+from router.admission.start_limiter import StartLimiter
+from router.admission.unreachable_pairs import UnreachablePairs
+from router.attempts.request_run import RequestRuns
+from router.attempts.request_tracker import RequestTracker
+from router.attempts.suspects import Suspects
+from router.concurrency.change_signal import ChangeSignal
+from router.concurrency.tasks import TaskSet
+from router.intake.prepared_request import PreparedRequest
+from router.intake.request import GenerationRequest
+from router.migration.evacuation import Evacuation
+from router.migration.moving import Mover
+from router.ports.membership import MembershipServicer
+from router.routing.legs import DECODE, LEG_KINDS, PREFILL, LegKind, LegPlan, Placement, Result
+from router.routing.policy import PlacementRequest
+from router.telemetry.metrics import RouterMetrics
 from router.testing.script import Script, Writer
 from router.testing.worker import ScriptedWorker
-from router.unreachable_pairs import UnreachablePairs
+from router.tokens.inbox import UnreadBytes
+from router.workers.registry import Registry
 from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
 from serving.grpc_server import start_grpc

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from contract.identity import Role
 from contract.outputs import TransferReport
 from protos import worker_pb2 as pb
+from router.answers.timings import Stopwatch, Timings
 from router.testing.script import Script
-from router.timings import Stopwatch, Timings
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids
 

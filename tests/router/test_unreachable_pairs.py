@@ -10,14 +10,14 @@ from contract.errors import PeerUnreachableError
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
-from router.legs import AGGREGATED, DECODE, PREFILL, placed
-from router.order_stream import OrderStream
-from router.policy import PlacementRequest, place
-from router.running_shares import Held
+from router.admission.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
+from router.routing.legs import AGGREGATED, DECODE, PREFILL, placed
+from router.routing.policy import PlacementRequest, place
+from router.routing.running_shares import Held
+from router.routing.views import WorkerView, WorkerViews
 from router.testing.script import Script
-from router.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
-from router.views import WorkerView, WorkerViews
+from router.workers.attached_worker import AttachedWorker
+from router.workers.order_stream import OrderStream
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_policy import WISH, worker

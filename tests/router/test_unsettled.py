@@ -7,10 +7,10 @@ import pytest
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.move import MoveResult
-from router.policy import PlacementRequest, never_bound, place
+from router.migration.move import MoveResult
+from router.routing.policy import PlacementRequest, never_bound, place
+from router.routing.views import WorkerView, WorkerViews
 from router.testing.worker import ScriptedWorker
-from router.views import WorkerView, WorkerViews
 from tests.router.cluster import PAIR, running_cluster
 from tests.router.moves import SOURCE, TARGET, moves
 from tests.router.test_worker_admin import HELLO

@@ -15,16 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from contract.identity import Role
 from contract.membership import Credit, Load, Registration
 from protos import WORKER_PROTOCOL_MAX
-from router.attached_worker import AttachedWorker
-from router.capacity import CreditHold
-from router.change_signal import ChangeSignal
-from router.legs import EMBEDDING, GENERATION, Placement, RequestPlan
-from router.order_stream import OrderStream
-from router.policy import PlacementRequest, awaited, candidates, fits, place
-from router.recent_clients import RecentClients
-from router.registry import Registry
+from router.concurrency.change_signal import ChangeSignal
+from router.routing.legs import EMBEDDING, GENERATION, Placement, RequestPlan
+from router.routing.policy import PlacementRequest, awaited, candidates, fits, place
+from router.routing.running_shares import RecentClients
+from router.routing.views import WorkerSize, WorkerView, WorkerViews, is_full
 from router.testing.worker import kv_layout
-from router.views import WorkerSize, WorkerView, WorkerViews, is_full
+from router.workers.attached_worker import AttachedWorker
+from router.workers.capacity import CreditHold
+from router.workers.order_stream import OrderStream
+from router.workers.registry import Registry
 from tests.router.test_reservations import Queue, next_rounds
 from wire.membership import layout_from_proto
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from router.moving_mean import MovingMean
-from router.worker_latency import WorkerLatency
+from router.workers.worker_latency import MovingMean, WorkerLatency
 
 
 class Clock:

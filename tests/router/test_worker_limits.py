@@ -13,14 +13,14 @@ from contract.identity import Role
 from contract.membership import Registration
 from protos import WORKER_PROTOCOL_MAX
 from protos import worker_pb2 as pb
-from router.change_signal import ChangeSignal
-from router.legs import EMBEDDING, GENERATION, PREFILL
-from router.order_stream import OrderStream
-from router.policy import PlacementRequest, candidates, fits, place
-from router.registry import Registry
+from router.concurrency.change_signal import ChangeSignal
+from router.routing.legs import EMBEDDING, GENERATION, PREFILL
+from router.routing.policy import PlacementRequest, candidates, fits, place
+from router.routing.views import WorkerView, WorkerViews
 from router.testing.script import Script
 from router.testing.worker import kv_layout
-from router.views import WorkerView, WorkerViews
+from router.workers.order_stream import OrderStream
+from router.workers.registry import Registry
 from tests.router.cluster import running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left

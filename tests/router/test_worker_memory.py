@@ -7,7 +7,7 @@ import pytest
 from contract.identity import Role
 from contract.membership import Registration
 from router.testing.script import Script
-from router.worker_memory import WorkerMemory
+from router.workers.worker_memory import WorkerMemory
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 

@@ -4,7 +4,7 @@ import asyncio
 
 from contract.errors import KvbatonError, error_from_kind
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
+from router.workers.attached_worker import AttachedWorker
 
 Ordered = pb.PrefillRequest | pb.DecodeRequest | pb.EmbedLegRequest | pb.CancelRequest
 

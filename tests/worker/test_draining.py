@@ -18,8 +18,8 @@ from engine.client import InProcessClient
 from engine.testing.fakes import start_fake_executor
 from kv_transfer.connector import TransferFactory
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
-from router.capacity import CreditHold
+from router.workers.attached_worker import AttachedWorker
+from router.workers.capacity import CreditHold
 from tests.engine_scheduling.stepping import fake_settings
 from tests.worker.test_worker import Running, running, task, until_accepted, waiting_leg, worker_settings
 from worker.lifecycle import WorkerState

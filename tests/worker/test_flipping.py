@@ -9,7 +9,7 @@ from contract.errors import InternalError, InvalidRequestError, UnavailableError
 from contract.identity import Role
 from contract.membership import RoleOrder
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
+from router.workers.attached_worker import AttachedWorker
 from tests.worker.test_draining import attached, until
 from tests.worker.test_worker import Running, running, task, until_accepted, waiting_leg
 from worker.lifecycle import WorkerState

@@ -17,10 +17,10 @@ from engine.testing.fakes import start_fake_executor
 from engine.testing.transfer import fake_connector_factory
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
 from router.service import RouterService
 from router.settings import RouterSettings
 from router.testing.worker import kv_layout
+from router.workers.attached_worker import AttachedWorker
 from serving.cluster_tls import worker_tls
 from tests.engine_scheduling.stepping import fake_settings
 from tests.worker.ordering import give_order

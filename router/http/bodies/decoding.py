@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from contract.errors import InvalidRequestError, PayloadTooLargeError
-from router.throttling import Throttle
+from router.intake.limits import Throttle
 
 MAX_DEPTH = 100
 """Deeper values cannot be rendered (in a message, by a chat template) within Python's recursion limit."""

@@ -8,7 +8,7 @@ from typing import Protocol
 from aiohttp import web
 
 from contract.errors import InvalidRequestError
-from router.throttling import Throttle
+from router.intake.limits import Throttle
 
 if sys.version_info >= (3, 14):
     from compression import zstd as zstd

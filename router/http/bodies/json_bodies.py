@@ -6,7 +6,6 @@ from functools import partial
 from aiohttp import hdrs, web
 
 from contract.errors import DeadlineError, InvalidRequestError, UnsupportedMediaTypeError
-from router.held_bytes import HeldBytes
 from router.http.access import tenant_of
 from router.http.bodies.body import Body, Json
 from router.http.bodies.decoding import LARGE_BYTES, decode
@@ -14,8 +13,9 @@ from router.http.bodies.raw_body import BodyReader
 from router.http.bodies.strictness import reject_unknown
 from router.http.boundary import REQUEST_ID
 from router.http.lifetime import hold_until_end
-from router.model_source import ModelSource
-from router.request import new_request_id
+from router.intake.held_bytes import HeldBytes
+from router.intake.model_source import ModelSource
+from router.intake.request import new_request_id
 from router.settings import RouterSettings
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 
 from contract.outputs import FinishReason
-from router.answer import Delta
+from router.answers.answer import Delta
 from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions, Event
 from router.http.generation.logprobs import ChatLogprobs, prompt_logprobs

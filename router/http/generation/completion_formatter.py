@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.answer import Delta
+from router.answers.answer import Delta
 from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions, Event
 from router.http.generation.echo import PromptView

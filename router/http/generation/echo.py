@@ -10,11 +10,11 @@ from msgspec import structs
 
 from contract.errors import InvalidRequestError
 from contract.outputs import FinishReason
-from router.answer import Delta, Prompt
-from router.delivery import Token
+from router.answers.answer import Delta, Prompt
 from router.http.bodies.body import Body
 from router.http.generation.offsets import text_offsets, token_offsets
-from router.request import GenerationRequest
+from router.intake.request import GenerationRequest
+from router.tokens.delivery import Token
 from text.tokenizer import Tokenizer
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any, Protocol
 
-from router.answer import Prompt
-from router.delivery import Token
+from router.answers.answer import Prompt
+from router.tokens.delivery import Token
 from text.tokenizer import Tokenizer
 
 

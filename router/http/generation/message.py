@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator
 
-from router.answer import Delta
+from router.answers.answer import Delta
 from router.http.bodies.body import Json
 from text.parsing.pieces import CallBegin, CallPiece
 from text.parsing.text_argument import TextArgument, argument_text

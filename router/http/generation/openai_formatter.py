@@ -8,7 +8,7 @@ from operator import add
 
 import msgspec
 
-from router.answer import Delta, Usage
+from router.answers.answer import Delta, Usage
 from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions
 from router.http.generation.logprobs import LogprobsFormatter, merged

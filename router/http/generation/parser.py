@@ -19,8 +19,8 @@ from router.http.generation.completion_formatter import CompletionFormatter
 from router.http.generation.echo import prompt_view, without_answer
 from router.http.schema.completion import MAX_LEGACY_LOGPROBS
 from router.http.schema.notation import INT31
-from router.model_source import ModelSource
-from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, for_prompts
+from router.intake.model_source import ModelSource
+from router.intake.request import COMPLETION_MAX_TOKENS, GenerationRequest, for_prompts
 
 
 class GenerationParser:

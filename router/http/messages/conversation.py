@@ -5,7 +5,7 @@ from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.bodies.body import Body, Json
-from router.limits import MAX_MESSAGES
+from router.intake.limits import MAX_MESSAGES
 from text.chat import Message
 from text.placeholders import document_text, readable
 from text.tools import check_call_name

@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 from contract.outputs import FinishReason
-from router.answer import Delta, Usage
+from router.answers.answer import Delta, Usage
 from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions
 from router.http.messages.blocks import Block, TextBlock, ThinkingBlock, ToolUseBlock

@@ -22,8 +22,8 @@ from router.http.messages.fields import (
 from router.http.messages.formatter import MessageFormatter
 from router.http.schema.notation import INT31
 from router.http.streaming import NamedEventStream
-from router.model_source import ModelSource
-from router.request import GenerationRequest
+from router.intake.model_source import ModelSource
+from router.intake.request import GenerationRequest
 from text.chat import Chat
 
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'

@@ -15,7 +15,7 @@ from router.http.responses.builtin_items import (
     output_of,
     string,
 )
-from router.limits import MAX_MESSAGES
+from router.intake.limits import MAX_MESSAGES
 from text.chat import Chat, Message
 from text.placeholders import placeholder, readable
 from text.transport_lines import drop_transport_lines

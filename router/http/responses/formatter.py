@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from contract.outputs import FinishReason
-from router.answer import Delta, Usage
-from router.delivery import Token
+from router.answers.answer import Delta, Usage
 from router.http.bodies.body import Json
 from router.http.fields.offered_tools import OfferedTools
 from router.http.formatter import AnswerOptions
@@ -18,6 +17,7 @@ from router.http.responses.items import (
     ReasoningItem,
     Status,
 )
+from router.tokens.delivery import Token
 from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 
 TextItem = TypeVar("TextItem", MessageItem, ReasoningItem)

@@ -17,8 +17,8 @@ from router.http.responses.fields import echoed_fields, reject_unsupported_respo
 from router.http.responses.formatter import ResponseFormatter
 from router.http.schema.notation import INT31
 from router.http.streaming import NamedEventStream
-from router.model_source import ModelSource
-from router.request import GenerationRequest
+from router.intake.model_source import ModelSource
+from router.intake.request import GenerationRequest
 
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
 """Field of a chat → the same field here."""

@@ -1,9 +1,9 @@
 """The response objects of all endpoints."""
 
+from router.answers.timings import Timings
 from router.http.bodies.body import Json
 from router.http.messages.formatter import STOP_REASONS
 from router.http.schema.files import OBJECTS
-from router.timings import Timings
 
 
 def ref(schema: str) -> Json:

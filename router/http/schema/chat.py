@@ -5,7 +5,7 @@ from router.http.bodies.body import Json
 from router.http.fields.thinking import EFFORTS, VERBOSITIES
 from router.http.schema.generation import GENERATION
 from router.http.schema.notation import INT31, described, field, numbers
-from router.limits import MAX_MESSAGES
+from router.intake.limits import MAX_MESSAGES
 from text.chat import ROLES
 
 _TEXT_PART: Json = {

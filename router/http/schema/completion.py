@@ -3,7 +3,7 @@
 from router.http.bodies.body import Json
 from router.http.schema.generation import GENERATION
 from router.http.schema.notation import INT31, TOKEN_ID, described, field, numbers
-from router.limits import MAX_PROMPTS
+from router.intake.limits import MAX_PROMPTS
 
 MAX_LEGACY_LOGPROBS = 5
 _TOKENS: Json = {"type": "array", "minItems": 1, "items": TOKEN_ID}

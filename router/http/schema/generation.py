@@ -6,7 +6,7 @@ from router.http.bodies.body import Json
 from router.http.fields.unsupported import NEUTRAL, STREAM_NEUTRAL
 from router.http.schema.grammars import GRAMMARS
 from router.http.schema.notation import INT31, INT64, MODEL, TOKEN_ID, field, numbers, refused_fields
-from router.limits import MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from router.intake.limits import MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 IGNORED: dict[str, Json] = {

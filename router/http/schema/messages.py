@@ -6,7 +6,7 @@ from router.http.messages.fields import MESSAGE_NEUTRAL
 from router.http.schema.chat import CHAT_ONLY
 from router.http.schema.generation import GENERATION
 from router.http.schema.notation import INT31, described, field, numbers, refused_fields
-from router.limits import MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOPS
+from router.intake.limits import MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOPS
 
 _BLOCK: Json = {
     "type": "object",

@@ -7,7 +7,7 @@ from router.http.schema.chat import ALLOWED_TOOLS, CHAT_ONLY, FUNCTION_FIELDS
 from router.http.schema.generation import GENERATION
 from router.http.schema.grammars import FLAT_FORMAT
 from router.http.schema.notation import INT31, described, field, numbers, refused_fields
-from router.limits import MAX_MESSAGES
+from router.intake.limits import MAX_MESSAGES
 
 _ITEM: Json = {
     "type": "object",

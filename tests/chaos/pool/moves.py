@@ -15,7 +15,7 @@ from tests.chaos.pool.quantiles import quantiles
 from tests.chaos.pool.transfers import transfer_seconds
 
 Move = Mapping[str, Any]
-"""A move that has succeeded, as a router's ``/debug/state`` shows it (``router/move_record.py``)."""
+"""A move that has succeeded, as a router's ``/debug/state`` shows it (``router/telemetry/move_record.py``)."""
 _RESULTS = re.compile(r'^kvbaton_migrations_total\{reason="\w+",result="(\w+)"\} ([\d.]+)$', re.M)
 _SAMPLE_SECONDS = 1.0
 _MIN_BOUND_SECONDS = 0.05

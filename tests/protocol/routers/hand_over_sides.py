@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from contract.identity import Role
 from contract.membership import Credit
-from router import moving
-from router.attached_worker import AttachedWorker
-from router.legs import AGGREGATED, Placement, placed
-from router.policy import decodes_no_more
+from router.migration import moving
+from router.routing.legs import AGGREGATED, Placement, placed
+from router.routing.policy import decodes_no_more
+from router.workers.attached_worker import AttachedWorker
 from tests.protocol.decode_side import DecodeSide
 from tests.protocol.happening import look
 from tests.protocol.prefill_side import PrefillSide
@@ -113,7 +113,7 @@ class HandOverRouter(OneRouter):
         return sum(_source_of(request) == source.session for request in self.requests)
 
     def _may_be_moved(self, request: RouterRequest) -> bool:
-        """See ``router.moving.Mover.can_move`` and ``router.evacuation``; an answer of one token may be moved here too."""
+        """See ``Mover.can_move`` and ``evacuation``; an answer of one token may be moved here too."""
         num_left = self.scenario.answers[request.number] - len(request.delivered)
         if num_left < moving._MIN_TOKENS or not super()._may_be_moved(request):
             return False
@@ -130,7 +130,7 @@ class HandOverRouter(OneRouter):
 
 
 def _source_of(request: RouterRequest) -> str | None:
-    """Return the session of the worker that an answer is being moved away from; see ``router.moving.Mover``."""
+    """Return the session of the worker that an answer is being moved away from; see ``router.migration.moving.Mover``."""
     if request.next_attempt is not None and request.decode:
         return request.decode.boot
     is_moved = request.rungs[-1:] and request.rungs[-1].startswith("moved")

@@ -6,14 +6,14 @@ from contract.errors import ErrorKind
 from contract.identity import Role
 from contract.membership import Credit, Registration
 from protos import worker_pb2 as pb
-from router.attached_worker import AttachedWorker
-from router.capacity import CreditHold
-from router.legs import Placement
-from router.order_stream import OrderStream
-from router.running_shares import Held
-from router.views import WorkerView
-from router.worker_calls import WorkerCalls
-from router.worker_latency import WorkerLatency
+from router.routing.legs import Placement
+from router.routing.running_shares import Held
+from router.routing.views import WorkerView
+from router.workers.attached_worker import AttachedWorker
+from router.workers.capacity import CreditHold
+from router.workers.order_stream import OrderStream
+from router.workers.worker_calls import WorkerCalls
+from router.workers.worker_latency import WorkerLatency
 from tests.protocol.engine_side import HANDED_OVER, no_time
 from tests.protocol.router_request import RouterRequest
 from tests.protocol.router_side import RouterSide

@@ -70,7 +70,7 @@ class Session(NamedTuple):
         return self._replace(is_cut=True, to_router=(), to_worker=(), orders=())
 
     def next_orders(self) -> Iterator[int]:
-        """Return the indices of the orders that may arrive next; see ``router.order_stream.OrderStream``.
+        """Return the indices of the orders that may arrive next; see ``router.workers.order_stream.OrderStream``.
 
         Starts arrive in their sequence, and so do cancels. A cancel arrives behind the starts that were given before it.
         """

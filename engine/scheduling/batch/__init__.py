@@ -1,0 +1,1 @@
+"""The plan of a step: which requests compute how many tokens in it."""

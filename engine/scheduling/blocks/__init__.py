@@ -1,0 +1,1 @@
+"""The KV blocks of an engine: their holders, and the prefix cache."""

@@ -1,0 +1,167 @@
+"""The one owner of KV blocks (law 1): their holders, which of them are free, and what free ones still contain."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from contract.block_hash import BlockHash
+from engine.scheduling.blocks.prefix_index import PrefixIndex
+
+NULL_BLOCK = 0
+_NOTHING: tuple[int, ...] = ()
+
+
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    """Return ceil(num_tokens / block_size)."""
+    return -(-num_tokens // block_size)
+
+
+class BlockPool:
+    """All blocks; each is in one state: null (block 0), free, held (one reference or more) or quarantined.
+
+    References belong to *holders*, named by a string: a request's key, or ``lease:<key>`` for blocks that another
+    worker may still read. A holder's blocks are ordered: they are its block table. A free block's old content can be
+    found by hash until the block is taken. A quarantined block may still be written by a read that cannot be cancelled;
+    it has no reference, and is not allocated before ``release_quarantine``.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        if num_blocks < 2:
+            raise ValueError(
+                f"a pool of {num_blocks} blocks holds nothing; block 0 is the null block, give 2 or more"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._caches_prefixes = enable_prefix_caching
+        self._index = PrefixIndex()
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._references = [0] * num_blocks
+        self._tables: dict[str, list[int]] = {}
+        self._quarantined: dict[str, list[int]] = {}
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that may be taken now."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """The share of usable blocks that are not free, 0..1."""
+        return 1.0 - self.num_free_blocks / self.num_usable_blocks
+
+    def find_cached(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Return the blocks of the longest cached prefix of ``hashes``. They are valid until the pool changes."""
+        return self._index.find(hashes) if self._caches_prefixes else []
+
+    def can_allocate(self, num_new: int, cached: Sequence[int] = _NOTHING) -> bool:
+        """Return whether ``allocate`` with the same arguments may be called; free cached blocks leave the free list too."""
+        return num_new + sum(map(self._free.__contains__, cached)) <= len(self._free)
+
+    def allocate(self, holder: str, num_new: int, cached: Sequence[int] = _NOTHING) -> list[int]:
+        """Append the ``cached`` blocks (by one more reference) and ``num_new`` taken ones to the holder's table.
+
+        Returns the appended block ids. Requires ``can_allocate`` of the same arguments.
+        """
+        table = self._tables.setdefault(holder, [])
+        for block in cached:
+            self._free.pop(block, None)
+            self._references[block] += 1
+        taken = [self._take() for _ in range(num_new)]
+        table.extend([*cached, *taken])
+        return [*cached, *taken]
+
+    def table_of(self, holder: str) -> list[int]:
+        """Return the holder's blocks in order (a copy); empty for one that holds nothing."""
+        return list(self._tables.get(holder, ()))
+
+    def num_blocks_of(self, holder: str) -> int:
+        """Return how many blocks the holder holds."""
+        return len(self._tables.get(holder, ()))
+
+    def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> None:
+        """Let the holder's blocks from its ``start``-th on, which are full and computed or verified, be found by content."""
+        if self._caches_prefixes:
+            self._index.enter(self._tables[holder][start : start + len(hashes)], hashes)
+
+    def forget_content(self, holder: str) -> None:
+        """Let the content of the holder's blocks, which is corrupt, not be found any more."""
+        for block in self._tables.get(holder, ()):
+            self._index.evict(block)
+
+    def hand_over(self, holder: str, new_holder: str) -> None:
+        """Give all references of ``holder`` to ``new_holder``, which must hold nothing."""
+        if new_holder in self._tables:
+            raise ValueError(f"{new_holder} holds blocks already")
+        self._tables[new_holder] = self._tables.pop(holder, [])
+
+    def free(self, holder: str) -> None:
+        """Drop all references of the holder, last block first, so that heads of prefixes survive longest."""
+        for block in reversed(self._tables.pop(holder, [])):
+            self._drop_reference(block)
+
+    def quarantine(self, holder: str, num_shared: int = 0) -> None:
+        """Keep a holder's blocks, into which reads may still write, in quarantine until ``release_quarantine(holder)``.
+
+        num_shared: the first blocks, which came from the cache and are only released.
+        """
+        table = self._tables.pop(holder)
+        for block in table[num_shared:]:
+            if self._references[block] != 1:
+                raise ValueError(f"block {block} of {holder} is shared; no read may write into it")
+            self._references[block] = 0
+            self._index.evict(block)
+        self._quarantined[holder] = table[num_shared:]
+        for block in reversed(table[:num_shared]):
+            self._drop_reference(block)
+
+    def release_quarantine(self, holder: str) -> None:
+        """Free the quarantined blocks of a holder: the last read into them is terminal."""
+        for block in reversed(self._quarantined.pop(holder)):
+            self._free[block] = None
+
+    def is_quarantined(self, holder: str) -> bool:
+        """Return whether blocks of the holder are quarantined."""
+        return holder in self._quarantined
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all content (the weights changed). Returns False, and does nothing, while a block is not free."""
+        if self.num_free_blocks != self.num_usable_blocks:
+            return False
+        self._index.clear()
+        return True
+
+    def holders(self) -> dict[str, int]:
+        """Return how many blocks each holder holds."""
+        return {holder: len(table) for holder, table in self._tables.items()}
+
+    def count_by_state(self) -> dict[str, int]:
+        """Return the number of blocks in each state; the four sum to ``num_blocks``."""
+        num_quarantined = sum(len(blocks) for blocks in self._quarantined.values())
+        num_held = sum(count > 0 for count in self._references)
+        return {"null": 1, "free": self.num_free_blocks, "held": num_held, "quarantined": num_quarantined}
+
+    def check_integrity(self) -> None:
+        """Recompute every count from the holders. Raises AssertionError for a wrong one."""
+        counted = Counter(block for table in self._tables.values() for block in table)
+        assert all(self._references[block] == counted[block] for block in range(self.num_blocks))
+        quarantined = [block for blocks in self._quarantined.values() for block in blocks]
+        states = [NULL_BLOCK, *self._free, *counted, *quarantined]
+        assert sorted(states) == list(range(self.num_blocks)), "a block is in no state, or in two"
+        assert sum(self.count_by_state().values()) == self.num_blocks
+        self._index.check_integrity()
+        assert not any(self._index.holds(block) for block in quarantined)
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._index.evict(block)
+        self._references[block] = 1
+        return block
+
+    def _drop_reference(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self._free[block] = None

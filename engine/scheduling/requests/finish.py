@@ -1,0 +1,87 @@
+"""The ways in which a request finishes on this engine."""
+
+from dataclasses import dataclass
+
+from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError
+from contract.outputs import FinishReason
+from engine.scheduling.requests.status import RequestStatus
+
+_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_IGNORED: FinishReason.ERROR,
+}
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end of a request on this engine.
+
+    is_stuck: the grammar allows no further token. continues: the answer goes on at another worker. is_handed_off: it does
+    because of a ``HandOff``. error_param: the field of the request that is at fault.
+    """
+
+    status: RequestStatus
+    stop_reason: int | None = None
+    error_kind: str | None = None
+    error_message: str | None = None
+    error_param: str | None = None
+    is_stuck: bool = False
+    continues: bool = False
+    is_handed_off: bool = False
+
+    @classmethod
+    def with_error(cls, kind: str, message: str, param: str | None = None) -> "Finish":
+        """Return the finish of a request that has an error instead of an answer."""
+        return cls(RequestStatus.FINISHED_ABORTED, error_kind=kind, error_message=message, error_param=param)
+
+    @classmethod
+    def by(cls, error: KvbatonError) -> "Finish":
+        """Return the finish of a request that ``error`` ends."""
+        return cls.with_error(error.kind, error.message, error.param)
+
+    @classmethod
+    def late(cls, status: RequestStatus, seconds: float) -> "Finish":
+        """Return the finish of a request that has not left ``status`` (or not finished) within ``seconds``."""
+        where = status.name.lower()
+        message = f"not done after {seconds:g} s, while {where}; the deadline was set for this"
+        return cls.with_error(ErrorKind.DEADLINE, message)
+
+    @classmethod
+    def refused(cls, message: str) -> "Finish":
+        """Return the finish of a request that can never run here.
+
+        ``error_param`` shows that its size is at fault: a larger engine may run it.
+        """
+        return cls(
+            RequestStatus.FINISHED_IGNORED,
+            error_kind=ErrorKind.INVALID_REQUEST,
+            error_message=message,
+            error_param=SIZE_PARAM,
+        )
+
+    @property
+    def reason(self) -> FinishReason | None:
+        """The reason that the client receives; None if the answer continues at another worker."""
+        if self.continues:
+            return None
+        if self.is_stuck:
+            return FinishReason.GRAMMAR
+        return FinishReason.ERROR if self.error_kind else _REASONS[self.status]
+
+
+HANDED_OVER = Finish(RequestStatus.FINISHED_LENGTH_CAPPED, continues=True)
+"""The prefill leg has sampled its one token; the decode leg continues."""
+
+HANDED_OFF = Finish(RequestStatus.FINISHED_STOPPED, continues=True, is_handed_off=True)
+"""The request was decoded here so far; its KV is lent to the worker that continues it."""
+
+STUCK = Finish(RequestStatus.FINISHED_LENGTH_CAPPED, is_stuck=True)
+"""A part of the answer was delivered, and its grammar allows no further token."""
+
+ABORTED = Finish(RequestStatus.FINISHED_ABORTED)
+"""The client has cancelled the request."""
+
+NOT_NEEDED = Finish(RequestStatus.FINISHED_ABORTED, continues=True)
+"""The decode leg is not needed: the first token ended the answer, and the prefill leg has reported that."""

@@ -1,0 +1,1 @@
+"""The stages in which requests wait before they can run."""

@@ -1,0 +1,1 @@
+"""The admin API of a router: its workers, the autoscaler, metrics and its state."""

@@ -1,0 +1,195 @@
+"""One choice's tokens become the text that its client reads.
+
+End tokens are hidden, stop strings cut, reasoning and tool calls separated from content, and tokens counted.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from contract.outputs import FinishReason, TokenLogprobs
+from router.answers.timings import Timings
+from router.answers.token_texts import TokenTexts
+from router.intake.prepared_request import PreparedRequest
+from router.tokens.delivery import Token, TokenBatch
+from text.model_card import ModelCard
+from text.parsing.answer import AnswerParser
+from text.parsing.pieces import CallPiece, Content, Piece, Reasoning, append
+from text.stop import StopStrings
+
+_PROMPT_END = 32
+"""Last tokens of a prompt, by which a parser finds out if the prompt has opened the reasoning."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts. num_cached_tokens: prompt tokens whose KV was found in a cache.
+
+    num_reasoning_tokens: tokens of the completion that belong to the reasoning, its tags included.
+    """
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    num_reasoning_tokens: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        """Return the sum for several answers."""
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
+            num_completion_tokens=self.num_completion_tokens + other.num_completion_tokens,
+            num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
+            num_reasoning_tokens=self.num_reasoning_tokens + other.num_reasoning_tokens,
+        )
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """The prompt of an answer. logprobs: of its tokens from the second one on, if the client asked for them."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+    @property
+    def tokens(self) -> list[Token]:
+        """The tokens in the form of an answer's. The first one has no log probabilities."""
+        logprobs: list[TokenLogprobs | None] = [None] * len(self.token_ids)
+        if self.logprobs:
+            logprobs[1:] = self.logprobs
+        return [Token(index, *both) for index, both in enumerate(zip(self.token_ids, logprobs, strict=True))]
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """The part of a choice that one batch of tokens adds.
+
+    text: empty while a character or a stop string is unfinished. reasoning, calls: in chats, the parts that are not text
+    for the reader. pieces: text, reasoning and calls in their order. num_reasoning_tokens: how many of the tokens end with
+    the last one of the reasoning. prompt: in the first delta. embedding: the whole result of a request for one.
+    finish_reason, usage, timings: in the last delta. stop_reason: the stop string or stop token id;
+    "grammar" with LENGTH: see ``EngineOutput.end``.
+    """
+
+    index: int = 0
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallPiece] = []
+    pieces: list[Piece] = []
+    tokens: list[Token] = []
+    num_reasoning_tokens: int = 0
+    prompt: Prompt | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    embedding: Sequence[float] = ()
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Add pieces of the answer's text."""
+        for piece in pieces:
+            append(self.pieces, piece)
+            match piece:
+                case Content():
+                    self.text += piece.text
+                case Reasoning():
+                    self.reasoning += piece.text
+                case _:
+                    append(self.calls, piece)
+
+
+class DeltaSink(Protocol):
+    """Takes deltas in the turn of the event loop in which their tokens arrive, so that no task has to be woken for them."""
+
+    @property
+    def has_room(self) -> bool:
+        """True if a delta can be put now: nothing that was put before waits for the client."""
+
+    def put(self, delta: Delta) -> None:
+        """Send a delta on. Not the last one of an answer, and none of many tokens."""
+
+
+class Answer:
+    """One choice as its client receives it.
+
+    End tokens have no text if special tokens are skipped, stop tokens none unless stop strings are kept. A stop string can
+    end the answer from token ``min_tokens`` on; the text of earlier tokens is not searched.
+    """
+
+    def __init__(self, request: PreparedRequest, card: ModelCard) -> None:
+        tokenizer = card.tokenizer
+        self._min_tokens = request.sampling.min_tokens
+        self._stops = StopStrings(request.stop, is_kept=request.include_stop_str_in_output)
+        self._parser = AnswerParser()
+        if request.chat:
+            end = tokenizer.decode(request.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
+            self._parser = card.answer_format.parser(
+                request.chat, end, has_grammar=request.sampling.grammar is not None
+            )
+        hidden = {
+            *(request.eos_token_ids if request.skip_special_tokens else ()),
+            *(() if request.include_stop_str_in_output else request.sampling.stop_token_ids),
+        }
+        self._texts = TokenTexts(
+            tokenizer,
+            request.prompt_token_ids,
+            hidden,
+            self._parser.tags,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+        self._is_plain = self._parser.is_plain and self._stops.is_empty
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.is_finished = False
+
+    @property
+    def ends_with_tokens(self) -> bool:
+        """True if only its workers end it: there are no stop strings."""
+        return self._stops.is_empty
+
+    def push(self, batch: TokenBatch) -> Delta:
+        """Return the delta of a batch. Tokens after a stop string are not part of it."""
+        delta = Delta()
+        for token in batch.tokens:
+            self._push_token(token, delta)
+            if self._stops.matched is not None:
+                return self._end(delta, FinishReason.STOP, self._stops.matched)
+        if batch.finish_reason is None:
+            return delta
+        if self._is_plain:
+            _add_plain(delta, self._texts.flush())
+            return self._end(delta, batch.finish_reason, batch.stop_reason)
+        delta.add(self._parser.push(self._stops.push(self._texts.flush())))
+        if self._stops.matched is not None:
+            return self._end(delta, FinishReason.STOP, self._stops.matched)
+        delta.add(self._parser.push(self._stops.flush()))
+        return self._end(delta, batch.finish_reason, batch.stop_reason)
+
+    def _push_token(self, token: Token, delta: Delta) -> None:
+        text, offset = self._texts.push(token)
+        token.text_offset = offset
+        delta.tokens.append(token)
+        self.num_tokens += 1
+        if self._is_plain:
+            _add_plain(delta, text)
+            return
+        was_reasoning = self._parser.is_reasoning
+        # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once
+        certain = text if self.num_tokens < self._min_tokens else self._stops.push(text)
+        if certain:
+            delta.add(self._parser.push(certain))
+        if was_reasoning or self._parser.is_reasoning:
+            self.num_reasoning_tokens += 1
+            delta.num_reasoning_tokens = len(delta.tokens)
+
+    def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> Delta:
+        self.is_finished = True
+        if not self._is_plain:
+            delta.add(self._parser.flush())
+        delta.finish_reason = reason
+        delta.stop_reason = stop_reason
+        return delta
+
+
+def _add_plain(delta: Delta, text: str) -> None:
+    """Add text that is not parsed."""
+    if text:
+        delta.text += text
+        append(delta.pieces, Content(text))

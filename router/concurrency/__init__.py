@@ -1,0 +1,1 @@
+"""Tasks with an owner, and signals between them."""

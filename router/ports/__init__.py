@@ -1,0 +1,1 @@
+"""The ports of a router: for clients, and for the streams of its workers."""

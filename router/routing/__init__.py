@@ -1,0 +1,1 @@
+"""The choice of workers for a request: pure functions over views of the workers."""

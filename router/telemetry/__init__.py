@@ -1,0 +1,1 @@
+"""The measurements and counts of a router."""

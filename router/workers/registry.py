@@ -1,0 +1,237 @@
+"""The workers that are attached now."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from msgspec import structs
+
+from contract.errors import IncompatiblePeerError, InvalidRequestError
+from contract.identity import WORKER_ROLES, Role, worker_role
+from contract.layout import KVLayout, weights_of
+from contract.membership import Registration
+from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
+from router.concurrency.change_signal import ChangeSignal
+from router.routing.legs import EMBEDDING, GENERATION
+from router.routing.policy import missing_role
+from router.routing.role_changes import is_role_needed, missing_roles
+from router.routing.running_shares import Held, TotalCredit
+from router.routing.views import WorkerViews, longest
+from router.workers.attached_worker import AttachedWorker
+from router.workers.order_stream import OrderStream
+from router.workers.worker_calls import WorkerCalls
+from router.workers.worker_memory import WorkerMemory
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerIdTakenError(IncompatiblePeerError):
+    """Another process with the same worker id is attached and alive."""
+
+
+class Registry:
+    """Owns the set of attached workers, one incarnation per worker id.
+
+    memory: what is remembered of workers by their ids. ``changes`` is notified when a worker is attached or detached, gets
+    its first credit or loses all of it, is empty, and when it may have room that it did not have. The first worker decides
+    which model this router serves, for the router's whole life.
+    """
+
+    def __init__(
+        self,
+        changes: ChangeSignal,
+        memory_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.memory = WorkerMemory(memory_seconds, clock)
+        self._workers: dict[str, AttachedWorker] = {}
+        self._views = WorkerViews()
+        self._stale: dict[str, AttachedWorker] = {}
+        self._held = Held()
+        self._model_fingerprint: str | None = None
+        self._embeds_only = False
+        self._changes = changes
+
+    @property
+    def workers(self) -> list[AttachedWorker]:
+        """The attached workers, oldest first."""
+        return list(self._workers.values())
+
+    @property
+    def views(self) -> WorkerViews:
+        """The workers as a policy reads them now. Only views of workers that have changed since the last call are made."""
+        if self._stale:
+            for worker in self._stale.values():
+                self._views.put(worker.view())
+            self._stale.clear()
+        return self._views
+
+    @property
+    def held(self) -> Held:
+        """The requests and tokens that clients hold of all workers that decode."""
+        return self._held
+
+    def decoding(self) -> TotalCredit:
+        """Return the limits of all workers that decode, and who holds how much of them."""
+        credits = self.views.decoding
+        return TotalCredit(credits.num_workers, credits.max_requests, credits.max_tokens, self._held)
+
+    def get(self, worker_id: str) -> AttachedWorker:
+        """Return a worker of ``views``. Call it without an await in between."""
+        return self._workers[worker_id]
+
+    def missing(self) -> str | None:
+        """Describe which roles no worker has; return None if a request can be placed sooner or later."""
+        return missing_role(self.views.sizes, EMBEDDING if self._embeds_only else GENERATION)
+
+    @property
+    def embeds_only(self) -> bool:
+        """True if the model has no output head, so that it computes embeddings only."""
+        return self._embeds_only
+
+    def max_model_len(self, otherwise: int) -> int:
+        """Return how many tokens a request may have on the largest of the attached workers, or on both of a pair."""
+        return self.views.max_length or otherwise
+
+    def recent_max_model_len(self, otherwise: int) -> int:
+        """Return ``max_model_len`` of the attached workers and of those that were detached a moment ago."""
+        gone = self.memory.recent_sizes()
+        return longest([*self.views.sizes, *gone]) or otherwise if gone else self.max_model_len(otherwise)
+
+    def new_worker(
+        self, registration: Registration, calls: WorkerCalls, orders: OrderStream
+    ) -> AttachedWorker:
+        """Make the record of a worker that is not attached yet."""
+        return AttachedWorker(registration, calls, orders, self._held, self._on_change)
+
+    def holder(self, registration: Registration) -> AttachedWorker | None:
+        """Return the attached worker that has this worker id and is another process; None if there is none."""
+        worker = self._workers.get(registration.worker_id)
+        return worker if worker and worker.registration.boot_id != registration.boot_id else None
+
+    def attach(self, worker: AttachedWorker) -> None:
+        """Attach a worker. An older stream of the same process is lost.
+
+        Raises InvalidRequestError for an incomplete registration, IncompatiblePeerError for one that does not fit,
+        WorkerIdTakenError if another process has its id.
+        """
+        new = worker.registration
+        self._check(new)
+        if other := self.holder(new):
+            old = other.registration
+            raise WorkerIdTakenError(
+                f"worker {new.worker_id} (boot id {new.boot_id}, {new.address}) is refused: another process with this "
+                f"worker id is attached (boot id {old.boot_id}, pid {old.pid}, {old.address}); give each worker an id of "
+                "its own, or stop the other one"
+            )
+        if former := self._workers.pop(new.worker_id, None):
+            self._forget_view(new.worker_id)
+            former.lose(f"it registered again with boot id {new.boot_id}")
+        self._model_fingerprint = new.model_fingerprint
+        self._embeds_only = new.embeds_only
+        self._workers[new.worker_id] = worker
+        self._stale[new.worker_id] = worker
+        worker.registration = structs.replace(new, num_restarts=self.memory.attached(new))
+        logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
+        self._changes.notify()
+
+    def take_role(self, worker: AttachedWorker, role: Role) -> None:
+        """Record that a worker has taken another role, in which it has no leg yet."""
+        if role is worker.role:
+            return
+        logger.info("worker %s was %s and is %s now", worker.name, worker.role.value, role.value)
+        worker.registration = structs.replace(worker.registration, role=role.value)
+        worker.capacity.take_role(None if role is Role.PREFILL else self._held)
+        self._changes.notify()
+
+    def missing_with(self, worker: AttachedWorker, role: Role) -> frozenset[Role]:
+        """Return the roles that no worker would be left for if this one took ``role``."""
+        others = (other for other in self._workers.values() if other is not worker and other.has_credit)
+        stay = (each for each in others if not (each.capacity.ordered or each.capacity.changes_role))
+        return missing_roles({role, *(other.role for other in stay)}, embeds_only=self._embeds_only)
+
+    def needs_role_of(self, worker: AttachedWorker) -> bool:
+        """Return True if a worker must not take its next role; see ``role_changes.py``."""
+        next_role = worker.capacity.credit.next_role
+        if next_role not in WORKER_ROLES:
+            return False
+        others = (other for other in self._workers.values() if other is not worker and other.has_credit)
+        known = [(other.role, other.capacity.changes_role) for other in others]
+        return is_role_needed(worker.role, Role(next_role), known, embeds_only=self._embeds_only)
+
+    def detach(self, worker: AttachedWorker, reason: str) -> None:
+        """Detach a worker whose stream has closed. Does nothing for an incarnation that was replaced."""
+        if self._workers.get(worker.name) is worker:
+            del self._workers[worker.name]
+            self._forget_view(worker.name)
+            self.memory.detached(worker.name, worker.view().size)
+            if worker.is_leaving:
+                logger.info("worker %s has left", worker.name)
+            else:
+                logger.warning("worker %s is lost: %s", worker.name, reason)
+            worker.lose(reason)
+            self._changes.notify()
+
+    def dismiss_all(self) -> None:
+        """End every worker's stream with a goodbye, since the router stops."""
+        for worker in self._workers.values():
+            worker.leave()
+            worker.gone.set()
+
+    def check_integrity(self) -> None:
+        """Check that the views are those of the attached workers, in every order. Raises AssertionError."""
+        assert list(self.views) == [worker.view() for worker in self._workers.values()]
+        self.views.check_integrity()
+
+    def _on_change(self, worker: AttachedWorker, has_more_room: bool) -> None:
+        """Replace the view of a worker before it is read again, and report a change that a request may wait for."""
+        is_attached = self._workers.get(worker.name) is worker
+        if is_attached:
+            self._stale[worker.name] = worker
+        if not has_more_room:  # then it has neither other credit nor fewer legs
+            return
+        known = self._views.get(worker.name)
+        had_credit = known is not None and known.size.has_credit
+        if is_attached and (worker.is_empty or worker.has_credit != had_credit):
+            self._changes.notify()
+        self._changes.notify_room()
+
+    def _forget_view(self, worker_id: str) -> None:
+        self._stale.pop(worker_id, None)
+        self._views.remove(worker_id)
+
+    def _check(self, new: Registration) -> None:
+        """Raise an error for a registration that is incomplete, or does not fit the attached workers and their model."""
+        layout = _check_complete(new)
+        if new.protocol_min > WORKER_PROTOCOL_MAX or new.protocol_max < WORKER_PROTOCOL_MIN:
+            raise IncompatiblePeerError(
+                f"worker {new.worker_id} speaks protocol {new.protocol_min}..{new.protocol_max}, "
+                f"this router {WORKER_PROTOCOL_MIN}..{WORKER_PROTOCOL_MAX}"
+            )
+        if self._model_fingerprint and weights_of(self._model_fingerprint) != weights_of(
+            new.model_fingerprint
+        ):
+            raise IncompatiblePeerError(
+                f"worker {new.worker_id} has the model {new.model_name} with fingerprint "
+                f"{new.model_fingerprint}, this router serves {self._model_fingerprint}"
+            )
+        for other in self._workers.values():
+            theirs = other.registration.kv_layout
+            differences = layout.differences(theirs) if theirs and theirs != layout else []
+            if differences and other.name != new.worker_id:
+                raise IncompatiblePeerError(
+                    f"no KV can be handed over between worker {new.worker_id} (ours) and worker {other.name} "
+                    f"(the peer): {'; '.join(differences)}"
+                )
+
+
+def _check_complete(new: Registration) -> KVLayout:
+    """Return the layout of a complete registration. Raises InvalidRequestError that names what is missing."""
+    names = ["worker_id", "boot_id", "address", "control_address", "model_fingerprint", "max_model_len"]
+    worker_role(new.role)
+    for name in names:
+        if not getattr(new, name):
+            raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)
+    if new.kv_layout is None:
+        raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks kv_layout", param="kv_layout")
+    return new.kv_layout

@@ -1,0 +1,100 @@
+"""The router's calls to one worker, beside the orders on the worker's stream (``router/workers/order_stream.py``)."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import grpc
+import grpc.aio
+
+from contract.errors import (
+    DeadlineError,
+    IncompatiblePeerError,
+    InternalError,
+    InvalidRequestError,
+    KvbatonError,
+    NotFoundError,
+    OverloadedError,
+    WorkerLostError,
+)
+from contract.membership import Registration
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from serving.cluster_tls import ClusterTls, worker_name
+from serving.grpc_options import internal_channel_options
+from serving.waiting import is_being_cancelled
+from wire.model_files import piece_from_proto
+
+_ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.FAILED_PRECONDITION: IncompatiblePeerError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.UNAVAILABLE: WorkerLostError,
+    grpc.StatusCode.CANCELLED: WorkerLostError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+}
+
+
+class WorkerCalls:
+    """A channel to one worker. Every method raises a KvbatonError that names the worker and the call."""
+
+    def __init__(self, worker_id: str, channel: grpc.aio.Channel, timeout_seconds: float) -> None:
+        self._worker_id = worker_id
+        self._channel = channel
+        self._stub = worker_pb2_grpc.WorkerStub(channel)
+        self._timeout = timeout_seconds
+
+    async def connect(self) -> None:
+        """Connect now, so that no call needs a descriptor and time for it. Raises WorkerLostError."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._channel.channel_ready()
+        except (TimeoutError, grpc.aio.UsageError):
+            raise WorkerLostError(
+                f"the router cannot connect to worker {self._worker_id} at the address that it registered; "
+                "is its host or advertise_host right?"
+            ) from None
+
+    async def hand_off(self, request: pb.HandOffRequest) -> None:
+        """Order a choice to be handed off. NotFoundError: the worker does not have it (any more)."""
+        with self._own_errors("HandOff"):
+            await self._stub.HandOff(request, timeout=self._timeout)
+
+    async def prepare(self, leg: pb.DecodeRequest) -> None:
+        """Let it prepare for a choice that is going to be handed off to it, and wait until that is over."""
+        with self._own_errors("Prepare"):
+            await self._stub.Prepare(leg, timeout=self._timeout)
+
+    async def model_files(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield the small files of its model folder in pieces: a file's name, and bytes to append to it."""
+        with self._own_errors("GetModelFiles"):
+            async for piece in self._stub.GetModelFiles(pb.GetModelFilesRequest(), timeout=self._timeout):
+                yield piece_from_proto(piece)
+
+    @contextmanager
+    def _own_errors(self, call: str) -> Iterator[None]:
+        """Raise the library's errors as a KvbatonError. A channel that is closed meanwhile cancels its calls."""
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            if is_being_cancelled():
+                raise
+            raise WorkerLostError(f"worker {self._worker_id} had gone before it answered {call}") from error
+        except grpc.aio.UsageError as error:
+            raise WorkerLostError(f"worker {self._worker_id} had gone before {call} was sent") from error
+        except grpc.aio.AioRpcError as error:
+            error_class = _ERRORS.get(error.code(), InternalError)
+            raise error_class(
+                f"worker {self._worker_id} did not accept {call}: {error.code().name}: {error.details()}"
+            ) from error
+
+
+@asynccontextmanager
+async def open_worker_calls(
+    registration: Registration, tls: ClusterTls, timeout_seconds: float
+) -> AsyncIterator[WorkerCalls]:
+    """Open a channel to the worker's address until the block ends. Only the worker's own certificate is accepted."""
+    name = worker_name(registration.worker_id, registration.boot_id)
+    async with tls.channel(registration.address, name, internal_channel_options()) as channel:
+        yield WorkerCalls(registration.worker_id, channel, timeout_seconds)
