@@ -4,12 +4,13 @@ The driver has what files in /dev do not show: the instances of a GPU that is di
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 READ_SECONDS = 2.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,11 @@ class GpuMemoryReader:
 
     def read(self) -> GpuMemory | None:
         """Return the memory of all of them together; None if there is none, no driver, or one does not report its own."""
-        if not self._uuids:
-            return None
-        library = self._library or import_module("pynvml")
-        try:
-            library.nvmlInit()
-        except library.NVMLError:
-            return None
-        try:
-            handles = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in self._uuids]
-            found = [library.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
-        except library.NVMLError:  # one of them fell off the bus, or shares the host's memory
-            return None
-        finally:
-            library.nvmlShutdown()
+        return _asked(self._library, self._found) if self._uuids else None
+
+    def _found(self, library: Any) -> GpuMemory:
+        handles = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in self._uuids]
+        found = [library.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
         return GpuMemory(sum(int(each.used) for each in found), sum(int(each.total) for each in found))
 
 
@@ -82,7 +74,7 @@ def visible_gpus_of(visible: str | None, library: Any = None) -> list[Gpu] | Non
     there. It shows a process one instance of divided GPUs at most, and that only if there is no whole GPU or it is named.
     library: ``pynvml``, by default.
     """
-    found = _all_gpus(library or import_module("pynvml"))
+    found = _asked(library, _all_gpus)
     if found is None:
         return None
     whole, instances = found
@@ -106,27 +98,36 @@ def gpu_memory(visible: str | None, library: Any = None) -> list[int] | None:
     return None if gpus is None else [gpu.num_bytes for gpu in gpus]
 
 
-def _all_gpus(library: Any) -> tuple[list[Gpu | None], list[Gpu]] | None:
-    """Return the GPUs by their numbers (None: a divided one), and the instances of divided ones; None without a driver."""
+def _asked(library: Any, question: Callable[[Any], T]) -> T | None:
+    """Return the answer of the driver's library; None without a driver, or if it fails: a GPU fell off the bus, for example.
+
+    library: None: ``pynvml``.
+    """
+    library = library or import_module("pynvml")
     try:
         library.nvmlInit()
     except library.NVMLError:
         return None
     try:
-        whole: list[Gpu | None] = []
-        instances: list[Gpu] = []
-        for number in range(library.nvmlDeviceGetCount()):
-            handle = library.nvmlDeviceGetHandleByIndex(number)
-            if _is_divided(library, handle):
-                whole.append(None)
-                instances += _instances_of(library, handle)
-            else:
-                whole.append(_gpu(library, handle))
-        return whole, instances
+        return question(library)
     except library.NVMLError:
         return None
     finally:
         library.nvmlShutdown()
+
+
+def _all_gpus(library: Any) -> tuple[list[Gpu | None], list[Gpu]]:
+    """Return the GPUs by their numbers (None: a divided one), and the instances of divided ones."""
+    whole: list[Gpu | None] = []
+    instances: list[Gpu] = []
+    for number in range(library.nvmlDeviceGetCount()):
+        handle = library.nvmlDeviceGetHandleByIndex(number)
+        if _is_divided(library, handle):
+            whole.append(None)
+            instances += _instances_of(library, handle)
+        else:
+            whole.append(_gpu(library, handle))
+    return whole, instances
 
 
 def _is_divided(library: Any, handle: Any) -> bool:
