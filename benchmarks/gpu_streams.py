@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import grpc
 import grpc.aio
 import torch
 
+from benchmarks.gaps import percentile
 from benchmarks.gpu_checkpoint import write_checkpoint
 from benchmarks.gpu_shapes import HandOver
 from benchmarks.kv_overlap import QUEUE_PARTS, handing_over
@@ -92,22 +92,17 @@ def _request(number: int, vocab_size: int, length: int) -> pb.GenerateRequest:
 
 def _figures(answers: list[Answer], errors: list[str], seconds: float) -> dict[str, Any]:
     """Return the figures of whole answers, in ms. itl: the mean of an answer behind its second token."""
-    timings = [answer.timings for answer in answers if answer.timings is not None]
+    timed = [(answer.timings, len(answer.token_ids)) for answer in answers if answer.timings is not None]
+    timings = [each for each, _ in timed]
     figures: dict[str, Any] = {"answers": len(answers), "errors": errors[:10], "num_errors": len(errors)}
-    if len(timings) < 2:
-        return figures
     of_each = {
         "ttft": [each.queue + each.prefill for each in timings],
-        "itl": [
-            answer.timings.decode / (len(answer.token_ids) - 2)
-            for answer in answers
-            if answer.timings is not None
-        ],
+        "itl": [each.decode / (num_tokens - 2) for each, num_tokens in timed],
         "prefill": [each.prefill for each in timings],
         "transfer_exposed": [each.transfer for each in timings],
         **{part: [getattr(each, part) for each in timings] for part in QUEUE_PARTS},
     }
     for name, samples in of_each.items():
-        centiles = statistics.quantiles(samples, n=100, method="inclusive")
-        figures |= {f"{name}_p50_ms": centiles[49] * 1e3, f"{name}_p99_ms": centiles[98] * 1e3}
+        in_ms = [1e3 * each for each in samples]
+        figures |= {f"{name}_p50_ms": percentile(in_ms, 0.5), f"{name}_p99_ms": percentile(in_ms, 0.99)}
     return figures | {"tokens_per_second": sum(len(answer.token_ids) for answer in answers) / seconds}
