@@ -22,7 +22,7 @@ TRITON := $(VENV)/triton
 # The tests that need nothing but .venv and a C compiler, in the language of pytest's -m.
 ANYWHERE := not explore and not gpu and not docker and not sdk and not triton and not system
 
-.PHONY: help install demo test test-slow test-system test-triton mutants explore soak chaos autoscale-demo check format format-check lint types imports sizes language protos \
+.PHONY: help install demo test test-slow test-system test-triton mutants explore soak chaos autoscale-demo check format format-check lint types imports sizes language commits protos \
 	protos-check settings-docs settings-docs-check metrics-docs metrics-docs-check dashboards dashboards-check gpu-check test-docker test-sdk lock sbom clean
 
 help: ## list the targets
@@ -95,7 +95,7 @@ gpu-check: $(if $(GPU_PYTHON),,install) ## on a CUDA device: prove that it compu
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -c tests/gpu/alone.ini --rootdir . -m gpu tests/gpu $(ARGS)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu $(BENCH_ARGS)
 
-check: format-check lint types imports sizes language protos-check settings-docs-check metrics-docs-check dashboards-check ## the one definition of clean: what CI and pre-commit run
+check: format-check lint types imports sizes language commits protos-check settings-docs-check metrics-docs-check dashboards-check ## the one definition of clean: what CI and pre-commit run
 
 format-check: install
 	$(BIN)/ruff format --check .
@@ -114,6 +114,9 @@ sizes: install
 
 language: install
 	$(BIN)/python -m tools.check_language
+
+commits: install
+	$(BIN)/python -m tools.check_commits
 
 protos-check: install
 	$(BIN)/python -m tools.generate_protos --check

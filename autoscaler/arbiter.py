@@ -1,16 +1,83 @@
-"""Makes orders of the proposals of both pools."""
+"""Makes orders of the proposals of both pools, which share devices.
+
+``within_budget`` fits two numbers into the budget, ``best_flip`` finds out whether a worker should change its role instead
+of a worker being added, and ``Arbiter`` decides what is ordered now.
+"""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoscaler.decision import Decision, Order, PoolDecision, Verb
-from autoscaler.memory import FlipMemory, Memory
+from autoscaler.memory import Memory
 from autoscaler.policy import ScalingPolicy
 from autoscaler.proposal import CONFIRMATIONS, Proposal
-from autoscaler.sharing import FlipChoice, best_flip, pressure, within_budget
 from autoscaler.signals import POOLS
 from contract.identity import Role
 from contract.scaling import ScalingReason
+
+OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+
+
+def pressure(needed: float, number: int) -> float:
+    """Return the workers that a pool needs as a multiple of those that it has; an empty pool counts as a tenth of one."""
+    return needed / max(number, 0.1)
+
+
+def within_budget(
+    policy: ScalingPolicy, numbers: Mapping[Role, int], needed: Mapping[Role, float]
+) -> dict[Role, int]:
+    """Return the numbers, lowered until they fit the budget: the pool with the greatest pressure gets the next device."""
+    wanted = dict(numbers)
+    if policy.budget is None or policy.num_devices(wanted) <= policy.budget:
+        return wanted
+    given = {role: min(wanted[role], policy.bounds(role).least) for role in POOLS}
+    # Device by device, so that both pools come equally near to what they need however the budget divides.
+    while growing := [
+        role
+        for role in POOLS
+        if given[role] < wanted[role]
+        and policy.num_devices({**given, role: given[role] + 1}) <= policy.budget
+    ]:
+        neediest = max(growing, key=lambda role: pressure(needed[role], given[role]))
+        given[neediest] += 1
+    return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlipChoice:
+    """A worker of pool ``source`` could serve the other pool. costs: the pressure of ``source`` afterwards."""
+
+    source: Role
+    costs: float
+
+    @property
+    def target(self) -> Role:
+        """The pool that gains a worker."""
+        return OTHER[self.source]
+
+
+def best_flip(
+    policy: ScalingPolicy,
+    present: Mapping[Role, int],
+    wanted: Mapping[Role, int],
+    needed: Mapping[Role, float],
+) -> FlipChoice | None:
+    """Return the flip that lowers the greatest pressure by ``flip_gain``, into a pool that needs more workers.
+
+    None if there is none, if it leaves the bounds, or if a worker of one pool cannot take the place of one of the other.
+    """
+    for target in POOLS:
+        source = OTHER[target]
+        if wanted[target] <= present[target] or policy.prefill.devices != policy.decode.devices:
+            continue
+        after = {source: present[source] - 1, target: present[target] + 1}
+        if after[source] < policy.bounds(source).least or after[target] > policy.bounds(target).most:
+            continue
+        before = max(pressure(needed[role], present[role]) for role in POOLS)
+        costs = pressure(needed[source], after[source])
+        if max(costs, pressure(needed[target], after[target])) <= (1.0 - policy.damping.flip_gain) * before:
+            return FlipChoice(source=source, costs=costs)
+    return None
 
 
 class Arbiter:
@@ -38,10 +105,16 @@ class Arbiter:
         choice = self._flip_choice()
         flips = self._memory.flips.with_candidate(choice.source if choice else None)
         if choice and flips.num_seen >= CONFIRMATIONS:
+            # A flip changes both pools, and a pool has one change at a time: nothing else is ordered.
             flips = replace(flips, last_source=choice.source, last_at=self._now)
             self._orders.append(Order(Verb.FLIP, choice.source))
-            results = self._flipped(choice)
+            remark = f"a flip leaves {choice.source.value} at {choice.costs:.1f}x"
+            results = {
+                choice.source: self._result(choice.source, -1, ScalingReason.FLIP, remark),
+                choice.target: self._result(choice.target, 1, ScalingReason.FLIP, remark),
+            }
         else:
+            # The worker of a flip that still has to be confirmed is not added by a start in the meantime.
             awaited = choice.target if choice else None
             neediest_first = sorted(
                 POOLS, key=lambda role: -pressure(self._needed[role], self._present[role])
@@ -53,7 +126,16 @@ class Arbiter:
             orders=tuple(self._orders),
             rate=rate,
         )
-        return decision, _remembered(self._policy, self._memory, self._proposals, decision, flips)
+        pools = {}
+        for role, proposal in self._proposals.items():
+            result = results[role]
+            kept = proposal.memory.with_change(
+                self._now, result.present, result.desired, self._policy.damping.stabilization
+            )
+            # What others do to the pool shows at the next decision: its number is then not the expected one.
+            pools[role] = replace(kept, expected=result.desired)
+        memory = replace(self._memory, prefill=pools[Role.PREFILL], decode=pools[Role.DECODE], flips=flips)
+        return decision, memory
 
     def _fitted(self) -> dict[Role, int]:
         """Return the numbers that the pools get, as far as time and budget allow.
@@ -73,6 +155,7 @@ class Arbiter:
 
     def _flip_choice(self) -> FlipChoice | None:
         """Return the flip that would help, if the source can spare a worker or none can be added instead."""
+        # Its worker would leave one pool and reach the other while their numbers are uncertain.
         if any(proposal.is_changing for proposal in self._proposals.values()):
             return None
         choice = best_flip(self._policy, self._present, self._wanted, self._needed)
@@ -85,18 +168,11 @@ class Arbiter:
         if (choice.costs > 1.0 or was_needed) and self._num_addable(choice.target) > 0:
             return None
         flips = self._memory.flips
+        # Two pools that are both nearly full would otherwise give the same worker to each other again and again.
         is_opposite = flips.last_source is choice.target
         if is_opposite and self._now - flips.last_at < self._policy.damping.opposite_flip_interval:
             return None
         return choice
-
-    def _flipped(self, choice: FlipChoice) -> dict[Role, PoolDecision]:
-        """Return the results of a flip."""
-        remark = f"a flip leaves {choice.source.value} at {choice.costs:.1f}x"
-        return {
-            choice.source: self._result(choice.source, -1, ScalingReason.FLIP, remark),
-            choice.target: self._result(choice.target, 1, ScalingReason.FLIP, remark),
-        }
 
     def _changed(self, role: Role, num_awaited: int) -> PoolDecision:
         """Order what a pool needs. num_awaited: workers that it will get by a flip soon."""
@@ -119,6 +195,7 @@ class Arbiter:
         role = proposal.role
         if proposal.num_starting or proposal.workers.num_changing:
             return self._result(role, 0, ScalingReason.IN_FLIGHT)
+        # A worker that still drains serves at once; one that is started takes its whole start.
         kept = min(missing, proposal.workers.num_keepable)
         if kept:
             self._orders.append(Order(Verb.KEEP, role, kept))
@@ -139,10 +216,11 @@ class Arbiter:
             return self._result(role, 0, ScalingReason.IN_FLIGHT)
         must_shrink = self._wanted[role] < min(proposal.number, proposal.present)
         is_beyond = proposal.present > self._policy.bounds(role).most
+        # The effect of a removal shows in latencies only after a while; the budget cannot wait for it.
         is_early = self._now - proposal.memory.removed_at < self._policy.damping.removal_interval
         if is_early and not must_shrink:
             return self._result(role, 0, ScalingReason.STABILIZING)
-        self._orders.append(Order(Verb.DRAIN, role))
+        self._orders.append(Order(Verb.DRAIN, role))  # one at a time, however many are too many
         reason = (
             ScalingReason.BUDGET if must_shrink else ScalingReason.BOUNDS if is_beyond else proposal.reason
         )
@@ -180,21 +258,3 @@ def _shrunk(policy: ScalingPolicy, memory: Memory, now: float, proposal: Proposa
     if since is None or now - since < seconds:
         return min(proposal.present, policy.bounds(proposal.role).most)
     return min(proposal.present, proposal.memory.most_needed(now, seconds))
-
-
-def _remembered(
-    policy: ScalingPolicy,
-    memory: Memory,
-    proposals: Mapping[Role, Proposal],
-    decision: Decision,
-    flips: FlipMemory,
-) -> Memory:
-    """Return the memory after the decision."""
-    pools = {}
-    for role, proposal in proposals.items():
-        result = decision.pools[role]
-        kept = proposal.memory.with_change(
-            decision.time, result.present, result.desired, policy.damping.stabilization
-        )
-        pools[role] = replace(kept, expected=result.desired)
-    return replace(memory, prefill=pools[Role.PREFILL], decode=pools[Role.DECODE], flips=flips)

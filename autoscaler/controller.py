@@ -1,19 +1,21 @@
-"""Runs the law on a service: reads the routers, decides, and lets a launcher and the routers carry the orders out."""
+"""Runs the law on a service: reads the routers, decides, and lets a launcher and the routers carry the orders out.
+
+A worker that is to go is drained through a router first, and removed by the launcher when it is empty (``Departures``).
+"""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
 
-from autoscaler.decision import Decision, Order, PoolDecision, Verb
-from autoscaler.departures import Departures
-from autoscaler.launcher import Launcher
+from autoscaler.arbiter import OTHER
+from autoscaler.decision import Decision, Order, Verb
+from autoscaler.launchers.launcher import Launcher
 from autoscaler.law import decide
 from autoscaler.memory import Memory
 from autoscaler.policy import ScalingPolicy
 from autoscaler.pools import KEEPABLE, PoolBook, cheapest
 from autoscaler.routers import Admins, Routers
-from autoscaler.sharing import OTHER
 from autoscaler.signals import Signals
 from autoscaler.timing_model import TimingModel
 from contract.errors import KvbatonError
@@ -21,6 +23,43 @@ from contract.identity import Role
 from contract.scaling import AUTOSCALER, ScalingReason
 
 logger = logging.getLogger(__name__)
+
+
+class Departures:
+    """Owns the removals that run. draining: the workers that this autoscaler has drained, until they are removed."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._removals: dict[asyncio.Task[None], str] = {}
+        self.draining: set[str] = set()
+
+    @property
+    def leaving(self) -> set[str]:
+        """The workers that are being removed."""
+        return set(self._removals.values())
+
+    @property
+    def keepable(self) -> set[str]:
+        """The drained workers that may serve again."""
+        return self.draining - self.leaving
+
+    def remove(self, name: str) -> None:
+        """Begin to remove a worker. If that fails, it counts as drained, so that it is tried again."""
+        # A task of its own: a worker may take its whole grace to end, and the pools must be decided meanwhile.
+        task = asyncio.create_task(self._removed(name), name=f"remove {name}")
+        self._removals[task] = name
+        task.add_done_callback(self._removals.pop)
+
+    async def wait(self) -> None:
+        """Wait until the workers that are being removed have ended."""
+        await asyncio.gather(*self._removals)
+
+    async def _removed(self, name: str) -> None:
+        try:
+            await self._launcher.remove(name)
+        except KvbatonError as error:
+            logger.warning("worker %s is not removed: %s", name, error.message)
+            self.draining.add(name)
 
 
 class Controller:
@@ -76,7 +115,7 @@ class Controller:
         """Read routers and launcher, decide, log the decision, and carry it out."""
         now = self._clock()
         is_known = await self._routers.read(now)
-        is_known = await self._list() and is_known
+        is_known = await self._list() and is_known  # the list is read in any case: orders name its workers
         load = self._routers.load() if is_known else None
         pools = self._book.update(
             now,
@@ -98,11 +137,18 @@ class Controller:
         for role, pool in decision.pools.items():
             was_bounded = self.last is not None and self.last.pools[role].is_correction_bounded
             if pool.is_correction_bounded and not was_bounded:
-                _warn_of_bound(role, pool)
+                logger.warning(
+                    "the measured times of %s workers differ from those of the timing model by more than the bound of a"
+                    " correction (%.2g times is used): the number of workers may be wrong; measure the model again"
+                    " (kvbaton bench --profile)",
+                    role.value,
+                    pool.correction,
+                )
         self.last = decision
         is_held = any(pool.reason is ScalingReason.NO_SIGNALS for pool in decision.pools.values())
         level = logging.WARNING if is_held else logging.INFO if decision.orders else logging.DEBUG
         logger.log(level, "%s", decision.line)
+        # Before the orders, which may take a minute: with empty pools a router is ready only while decisions arrive.
         await self._routers.report(decision.report())
         for order in decision.orders:
             for _ in range(order.number):
@@ -110,7 +156,12 @@ class Controller:
                     logger.warning("the lease has ended: the rest of the orders is left to the next decision")
                     return decision
                 await self._carry_out(order)
-        self._remove_drained()
+        for name in self._departures.keepable:
+            state = self._routers.state_of(name)
+            if state in (None, "empty", "leaving", "serving"):  # serving: an operator has undone the drain
+                self._departures.draining.discard(name)
+            if state in (None, "empty", "leaving"):
+                self._departures.remove(name)
         return decision
 
     async def wait_removed(self) -> None:
@@ -164,30 +215,11 @@ class Controller:
                 self._departures.remove(name)
                 await asyncio.sleep(0)  # the removal begins, so that its place is free for the next order
             case Verb.DRAIN:
-                self._departures.draining.add(
-                    name
-                )  # also if no answer arrives: the worker may drain all the same
+                # Before the order: if its answer is lost, the worker may drain all the same.
+                self._departures.draining.add(name)
                 await self._routers.order(name, "drain", by=AUTOSCALER)
             case Verb.KEEP:
                 await self._routers.order(name, "undrain")
                 self._departures.draining.discard(name)
             case Verb.FLIP:
                 await self._routers.order(name, "flip", role=OTHER[order.role].value)
-
-    def _remove_drained(self) -> None:
-        """Remove the workers that this controller has drained and that are empty, or have gone; others may serve again."""
-        for name in self._departures.keepable:
-            state = self._routers.state_of(name)
-            if state in (None, "empty", "leaving", "serving"):
-                self._departures.draining.discard(name)
-            if state in (None, "empty", "leaving"):
-                self._departures.remove(name)
-
-
-def _warn_of_bound(role: Role, pool: PoolDecision) -> None:
-    logger.warning(
-        "the measured times of %s workers differ from those of the timing model by more than the bound of a correction "
-        "(%.2g times is used): the number of workers may be wrong; measure the model again (kvbaton bench --profile)",
-        role.value,
-        pool.correction,
-    )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from autoscaler.feedback import Reading
+from autoscaler.proposal import Reading
 from contract.identity import Role
 from contract.scaling import HOLDS, Direction, PoolScaling, ScalingReason, ScalingReport
 
@@ -59,28 +59,22 @@ class PoolDecision:
 
     def report(self) -> PoolScaling:
         """Return what routers publish of it."""
-        difference = self.desired - self.present
+        change = self.desired - self.present
         held = self.needed - self.desired
+        held_by = None
+        if held:  # a reason that holds nothing: the pool takes one step after the other
+            step = ScalingReason.IN_FLIGHT if held > 0 else ScalingReason.STABILIZING
+            held_by = self.reason if self.reason in HOLDS else step
         return PoolScaling(
             desired=self.desired,
-            direction=Direction.UP
-            if difference > 0
-            else Direction.DOWN
-            if difference < 0
-            else Direction.NONE,
+            direction=Direction.UP if change > 0 else Direction.DOWN if change < 0 else Direction.NONE,
             reason=self.reason,
             held=held,
-            held_by=self._held_by() if held else None,
+            held_by=held_by,
             correction=self.correction,
             is_correction_bounded=self.is_correction_bounded,
             least=self.least,
         )
-
-    def _held_by(self) -> ScalingReason:
-        """Return why the pool does not have the number that it needs: it takes one step after the other, at the least."""
-        if self.reason in HOLDS:
-            return self.reason
-        return ScalingReason.IN_FLIGHT if self.needed > self.desired else ScalingReason.STABILIZING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +85,6 @@ class Decision:
     pools: Mapping[Role, PoolDecision]
     orders: tuple[Order, ...] = ()
     rate: float = 0.0
-
-    @property
-    def changes_something(self) -> bool:
-        """True if there are orders."""
-        return bool(self.orders)
 
     @property
     def line(self) -> str:

@@ -54,17 +54,18 @@ class Corrections:
         if load.prefill_seconds_per_token and tokens > 0:
             predicted = timing.prefill.seconds(tokens, squared_variation(load)) / tokens
             observed = load.prefill_seconds_per_token / predicted if predicted else math.inf
-            if _is_plausible(timing, observed):
+            if is_plausible := _is_plausible(timing, observed):
                 factor = _moved(timing, self.prefill, self.num_prefill, observed)
                 changed = replace(changed, prefill=factor, num_prefill=self.num_prefill + 1)
-            changed = changed.with_doubt(Role.PREFILL, not _is_plausible(timing, observed))
+            changed = changed.with_doubt(Role.PREFILL, not is_plausible)
+        # A mean below one answer does not show which batches the reported steps had.
         if load.step_seconds and answers_each >= 1.0:
             predicted = timing.step_seconds(answers_each, answers_each * mean_context(load))
             observed = load.step_seconds / predicted if predicted else math.inf
-            if _is_plausible(timing, observed):
+            if is_plausible := _is_plausible(timing, observed):
                 factor = _moved(timing, self.step, self.num_step, observed)
                 changed = replace(changed, step=factor, num_step=self.num_step + 1)
-            changed = changed.with_doubt(Role.DECODE, not _is_plausible(timing, observed))
+            changed = changed.with_doubt(Role.DECODE, not is_plausible)
         return changed
 
     def with_doubt(self, role: Role, is_doubted: bool) -> "Corrections":
@@ -121,6 +122,7 @@ def demand(
     )
     context = mean_context(load)
     alone = corrections.step * timing.step_seconds(1, context)
+    # Without this a goal that one prompt or one step alone misses would ask for ever more workers.
     reachable = Goals(
         ttft=max(goals.ttft, _SLACK_FACTOR * long_prompt), itl=max(goals.itl, _STEP_FACTOR * alone)
     )
@@ -163,7 +165,7 @@ def _load_within(patience: float) -> float:
     """Return the greatest load at which the 90th percentile of the wait is ``patience``, in mean rests of a worker."""
     low = _LEAST_LOAD
     high = _MOST_LOAD
-    for _ in range(20):
+    for _ in range(20):  # halves the interval to a millionth: the left side grows with the load
         middle = (low + high) / 2.0
         if math.log(10.0 * middle) / (1.0 - middle) <= patience:
             low = middle

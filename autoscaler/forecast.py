@@ -69,18 +69,28 @@ class Forecast:
             expected = self.level + _DAMPING * self.trend
             level = expected + _LEVEL_GAIN * (rate - expected)
             trend = _DAMPING * self.trend + _TREND_GAIN * (level - self.level - _DAMPING * self.trend)
-        return replace(
-            self, recent=(*kept, (time, rate)), level=level, trend=trend, days=self._days_with(time, rate)
-        )
+        number = int(time // _SLOT_SECONDS)
+        if self.days and self.days[-1].number == number:
+            days = (*self.days[:-1], self.days[-1].with_reading(rate))
+        else:
+            known = (slot for slot in self.days if slot.number > number - _DAY_SLOTS - _DAY_SLOTS // 2)
+            days = (*known, Slot(number, rate))
+        return replace(self, recent=(*kept, (time, rate)), level=level, trend=trend, days=days)
 
     def at(self, time: float, horizon: float) -> Expected:
         """Return the rate that is expected ``horizon`` seconds after ``time``."""
         if not self.recent:
             return Expected(0.0)
-        trend = self._by_trend(horizon)
+        trend = self.level
+        span = self.recent[-1][0] - self.recent[0][0]
+        if span > 0.0:
+            num_readings = horizon * (len(self.recent) - 1) / span
+            growth = self.trend * _DAMPING * (1.0 - math.pow(_DAMPING, num_readings)) / (1.0 - _DAMPING)
+            trend = min(self.level + growth, _MOST_GROWTH * self.level)
         if (certain_trend := _certain(trend, _TREND_SECONDS)) <= self._average:
             trend = 0.0  # it may be chance
-        before = self._day_before(time + horizon)
+        slot = int((time + horizon) // _SLOT_SECONDS) - _DAY_SLOTS
+        before = next((one.mean for one in self.days if one.number == slot), 0.0)
         rate = max(self._average, trend, before)
         if rate <= 0.0:
             return Expected(0.0)
@@ -91,25 +101,6 @@ class Forecast:
     @property
     def _average(self) -> float:
         return sum(rate for _, rate in self.recent) / len(self.recent)
-
-    def _by_trend(self, horizon: float) -> float:
-        span = self.recent[-1][0] - self.recent[0][0]
-        if span <= 0.0:
-            return self.level
-        num_readings = horizon * (len(self.recent) - 1) / span
-        growth = self.trend * _DAMPING * (1.0 - math.pow(_DAMPING, num_readings)) / (1.0 - _DAMPING)
-        return min(self.level + growth, _MOST_GROWTH * self.level)
-
-    def _day_before(self, time: float) -> float:
-        number = int(time // _SLOT_SECONDS) - _DAY_SLOTS
-        return next((slot.mean for slot in self.days if slot.number == number), 0.0)
-
-    def _days_with(self, time: float, rate: float) -> tuple[Slot, ...]:
-        number = int(time // _SLOT_SECONDS)
-        if self.days and self.days[-1].number == number:
-            return (*self.days[:-1], self.days[-1].with_reading(rate))
-        kept = tuple(slot for slot in self.days if slot.number > number - _DAY_SLOTS - _DAY_SLOTS // 2)
-        return (*kept, Slot(number, rate))
 
 
 def _certain(rate: float, seconds: float) -> float:

@@ -1,26 +1,24 @@
 """The law: how many workers each pool is to have, decided every few seconds. Pure: signals and memory in, decision out.
 
 1. For each pool the forecast and the timing model propose a number (``demand``), and the measured latency proposes one
-   (``feedback``). The greater one counts (``proposal``), within the bounds of the pool.
-2. The proposals are fitted into the budget of devices (``sharing``).
+   (``proposal.Reading``). The greater one counts, within the bounds of the pool.
+2. The proposals are fitted into the budget of devices (``arbiter``).
 3. A pool that needs more keeps workers that drain; then it takes a worker of the other pool, if that one can spare it; then
    workers are added (``arbiter``). Workers that start are counted. One that starts for too long is given up.
 4. A pool shrinks by one worker at a time, to a number that has sufficed for a while.
 5. A pool has one change at a time. Without signals nothing changes.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from autoscaler.arbiter import Arbiter
 from autoscaler.decision import Decision, PoolDecision
-from autoscaler.default_timing import with_sizes
 from autoscaler.demand import demand
 from autoscaler.memory import Memory
 from autoscaler.policy import ScalingPolicy
-from autoscaler.proposal import Proposal, propose
+from autoscaler.proposal import propose
 from autoscaler.signals import POOLS, Signals
-from autoscaler.timing_model import TimingModel
+from autoscaler.timing_model import TimingModel, with_sizes
 from contract.scaling import ScalingReason
 
 _BACKLOG_SECONDS = 30.0
@@ -38,7 +36,7 @@ def decide(
     load = signals.load
     if load is None:
         return _held(memory, signals)
-    timing = with_sizes(timing, signals.decode)
+    timing = with_sizes(timing, signals.decode)  # a guess has neither the batch nor the KV pool of a worker
     start_seconds = signals.start_seconds or timing.start_seconds
     answers_each = signals.decode.num_in_flight / max(1, signals.decode.num_ready)
     forecast = memory.forecast.with_reading(signals.time, load.arrival_rate)
@@ -46,14 +44,19 @@ def decide(
     expected = forecast.at(signals.time, start_seconds).with_backlog(load.num_waiting / _BACKLOG_SECONDS)
     needed = demand(timing, policy.goals, load, expected, corrections)
     longest_start = policy.damping.forgotten_after * max(start_seconds, timing.start_seconds)
+    # The first ordered workers start under the load that has ordered them, and no start under load was measured yet.
     if not signals.num_starts:
         longest_start = max(longest_start, policy.damping.first_start)
     proposals = {role: propose(policy, memory, signals, needed, role, longest_start) for role in POOLS}
+    # A pool that others have changed, or that was not seen, must suffice anew for a while before it shrinks.
+    is_steady = memory.steady_since is not None and all(
+        one.memory.expected in (None, one.present) for one in proposals.values()
+    )
     memory = replace(
         memory,
         forecast=forecast,
         corrections=corrections,
-        steady_since=_steady_since(memory, proposals.values(), signals.time),
+        steady_since=memory.steady_since if is_steady else signals.time,
     )
     return Arbiter(policy, memory, signals.time, proposals).decide(expected.rate)
 
@@ -79,11 +82,3 @@ def _held(memory: Memory, signals: Signals) -> tuple[Decision, Memory]:
         steady_since=None,
     )
     return Decision(time=signals.time, pools=pools), memory
-
-
-def _steady_since(memory: Memory, proposals: Iterable[Proposal], now: float) -> float:
-    """Return since when nothing has interrupted the law; now if a pool was changed by others."""
-    if memory.steady_since is None:
-        return now
-    is_expected = all(one.memory.expected in (None, one.present) for one in proposals)
-    return memory.steady_since if is_expected else now

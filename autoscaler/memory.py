@@ -34,6 +34,7 @@ class Level:
 
     def grown(self, time: float, seconds: float) -> "Level":
         """Return the level after the pool has grown to it, or beyond it."""
+        # A removal that was soon taken back costs a start each time: the next one of this number must wait longer.
         away = time - self.removed_at
         if away < _REGRET_SPAN * self.wait(seconds):
             return replace(self, num_regrets=min(MOST_REGRETS, self.num_regrets + 1))
@@ -58,15 +59,15 @@ class PoolMemory:
     used: float = 0.0
     expected: int | None = None
 
-    def with_ready(self, time: float, number: int) -> "PoolMemory":
-        """Return the memory after a reading with this many ready workers."""
-        if self.num_ready is None or number == self.num_ready:
-            return replace(self, num_ready=number)
-        return replace(self, num_ready=number, ready_changed_at=time)
-
-    def with_used(self, used: float) -> "PoolMemory":
-        """Return the memory after one more reading of the use."""
-        return replace(self, used=self.used + _USED_GAIN * (used - self.used))
+    def with_workers(self, time: float, num_ready: int, used: float) -> "PoolMemory":
+        """Return the memory after a reading of the ready workers, and of the part of the pool that is in use."""
+        has_changed = self.num_ready is not None and num_ready != self.num_ready
+        return replace(
+            self,
+            num_ready=num_ready,
+            ready_changed_at=time if has_changed else self.ready_changed_at,
+            used=self.used + _USED_GAIN * (used - self.used),
+        )
 
     def with_reading(self, time: float, *, is_high: bool) -> "PoolMemory":
         """Return the memory after one more reading of the latency."""
@@ -78,6 +79,7 @@ class PoolMemory:
 
     def interrupted(self) -> "PoolMemory":
         """Return the memory after a time without signals."""
+        # None: the first number after the gap is no change that the latencies have to settle from.
         return replace(self, num_high=0, num_ready=None, expected=None)
 
     def with_need(self, time: float, number: int) -> "PoolMemory":

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from autoscaler.router_counts import WorkerFigures
 from autoscaler.signals import PoolSignals
 from contract.decoding import converter
 from contract.identity import Role
@@ -96,12 +95,14 @@ class PoolBook:
         }
         for name in self._starting.keys() - starting.keys():
             start = self._starting.pop(name)
+            # A name that is gone was given up or removed by hand: that took the time of a failure, not of a start.
             if name in workers and start.is_measured and now > start.since:
                 self._took(now - start.since)
         for name, role in starting.items():
             # A worker that was there before has lost its router, or is started again: its model may be loaded already.
             is_new = self._launched is not None and name not in self._launched
             start = self._starting.get(name, _Start(role, now, is_new))
+            # While routers or launcher are silent, a worker may have become ready unseen: it is not given up for that.
             self._starting[name] = start if is_known else _Start(role, now, is_measured=False)
         self._launched = {name for name, _ in launched}
         return {
@@ -127,6 +128,15 @@ class PoolBook:
 
     def _took(self, seconds: float) -> None:
         self._starts = [*self._starts, seconds][-NUM_STARTS:]
+
+
+@dataclass(frozen=True)
+class WorkerFigures:
+    """Figures of the workers. num_prefill_legs: prompts that are bound to prefill workers."""
+
+    num_prefill_legs: int = 0
+    step_seconds: float | None = None
+    prefill_seconds_per_token: float | None = None
 
 
 def figures(workers: Mapping[str, Facts]) -> WorkerFigures:
@@ -163,9 +173,11 @@ def _signals(
         num_draining=sum(one["state"] in _DRAINING for one in workers),
         num_keepable=sum(one["state"] in KEEPABLE and one["id"] in keepable for one in workers),
         num_changing=sum(one["state"] == "changing" for one in workers),
+        # A decode worker's legs also wait for their prompts: only what it computes now fills its batch.
         num_in_flight=sum(one["num_legs"] if is_prefill else one["num_running"] or 0 for one in ready),
         max_in_flight=sum(one["max_requests"] for one in ready),
         max_tokens=sum(one["max_tokens"] for one in ready),
+        # Also True for an empty pool: requests wait for it just as for one whose workers are all full.
         is_full=all(
             one["num_legs"] >= one["max_requests"] or one["num_leg_tokens"] >= one["max_tokens"]
             for one in ready

@@ -6,28 +6,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoscaler.configured_policy import configured_policy
-from autoscaler.default_timing import default_timing
-from autoscaler.lease import Lease, new_holder
-from autoscaler.local import LocalLauncher
+from autoscaler.launchers.local import LocalLauncher
 from autoscaler.policy import ScalingPolicy
-from autoscaler.running import Autoscaler, lease_seconds
+from autoscaler.running import Autoscaler, Lease, configured_policy, lease_seconds, new_holder
 from autoscaler.signals import POOLS
-from autoscaler.timing_model import TimingModel, read_timing
+from autoscaler.timing_model import TimingModel, default_timing, read_timing
 from contract.addresses import local_address
 from contract.identity import Role
-from launch.child_settings import from_file
+from launch.command_settings import from_file
 from launch.devices import num_gpus
+from launch.kept_process import Facts, ProcessSpec
 from launch.local_cluster import WhenReady, cluster_secret, run_until_signal, supervise
-from launch.machine_settings import UpSettings
+from launch.machine_settings import WAKE_SECONDS, UpSettings
 from launch.memory_plan import check_memory, weight_bytes
 from launch.model import check_model, find_model
-from launch.processes import local_processes, num_ranks
+from launch.processes import local_processes, num_ranks, router_names
 from launch.router_admin import RouterAdmin, admin_session
-from launch.router_processes import router_names
-from launch.scaling_settings import WAKE_SECONDS
 from launch.settings import child_environment, variable
-from launch.spec import Facts, ProcessSpec
 from launch.supervisor import Supervisor
 from serving.api_keys import first_key
 from worker.settings import visible_gpus
@@ -42,16 +37,6 @@ def policy_of(settings: UpSettings) -> ScalingPolicy:
     return configured_policy(settings, least, {role: num_ranks(settings, role) for role in least})
 
 
-def timing_of(settings: UpSettings, model: Path) -> TimingModel:
-    """Return the times of the timing file, or a guess for the model in a folder. Raises SettingError for the file."""
-    if settings.timing is not None:
-        return read_timing(settings.timing)
-    has_gpu = settings.device.startswith("cuda") or (
-        settings.device == "auto" and num_gpus(visible_gpus()) > 0
-    )
-    return default_timing(weight_bytes(model), has_gpu=has_gpu)
-
-
 def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:
     """Start the least workers and scale the pools, as ``launch.local_cluster.run_local`` does without scaling.
 
@@ -60,7 +45,13 @@ def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:
     """
     policy = policy_of(settings)
     model = find_model(settings.model)
-    timing = timing_of(settings, model)
+    is_auto_gpu = settings.device == "auto" and num_gpus(visible_gpus()) > 0
+    has_gpu = settings.device.startswith("cuda") or is_auto_gpu
+    timing = (
+        read_timing(settings.timing)
+        if settings.timing is not None
+        else default_timing(weight_bytes(model), has_gpu=has_gpu)
+    )
 
     async def serve(stopped: asyncio.Event, use: WhenReady) -> None:
         largest = settings.with_largest_pools()
@@ -81,10 +72,8 @@ async def _serve(
     stopped: asyncio.Event,
     when_ready: WhenReady,
 ) -> None:
-    """Run the processes and the autoscaler. specs: those of the largest pools.
-
-    A pool that may be empty begins with one worker too: if workers cannot start, that is known at once.
-    """
+    """Run the processes and the autoscaler. specs: those of the largest pools."""
+    # A pool that may be empty begins with one worker too: if workers cannot start, that is known at once.
     least = {role: max(1, policy.bounds(role).least) for role in POOLS}
     initial = [
         spec
@@ -99,8 +88,15 @@ async def _serve(
 
     async def use(facts: dict[str, Facts], until: asyncio.Event) -> None:
         start_seconds = time.monotonic() - begin
-        if settings.may_be_empty:
-            _warn_of_short_wait(specs[0], start_seconds)
+        # The first spec is a router's: a request for an empty pool waits there for a worker's start.
+        wait = float((specs[0].env or {}).get(variable("worker_wait_seconds"), WAKE_SECONDS))
+        if settings.may_be_empty and wait <= start_seconds:
+            logger.warning(
+                "worker_wait_seconds is %g, and the workers took %.0f s to start: the first requests after an idle time"
+                " fail",
+                wait,
+                start_seconds,
+            )
         async with admin_session(_admin_key(settings)) as session:
 
             async def routers() -> list[RouterAdmin]:
@@ -113,6 +109,7 @@ async def _serve(
 
             interval = settings.scaling_interval_seconds
             lease = Lease(new_holder("kvbaton up"), routers, lease_seconds(interval))
+            # The time of the first starts is known here, so the forecast looks as far ahead from the first decision on.
             autoscaler = Autoscaler(policy, timing, launcher, routers, lease, start_seconds=start_seconds)
             scaling = asyncio.create_task(autoscaler.run(interval), name="autoscaler")
             try:
@@ -122,17 +119,6 @@ async def _serve(
                 await asyncio.wait({scaling})
 
     await supervise(supervisor, stopped, use)
-
-
-def _warn_of_short_wait(router: ProcessSpec, start_seconds: float) -> None:
-    """Log if requests wait for an empty pool for less than a worker's start takes."""
-    wait = float((router.env or {}).get(variable("worker_wait_seconds"), WAKE_SECONDS))
-    if wait <= start_seconds:
-        logger.warning(
-            "worker_wait_seconds is %g, and the workers took %.0f s to start: the first requests after an idle time fail",
-            wait,
-            start_seconds,
-        )
 
 
 def _admin_key(settings: UpSettings) -> str | None:

@@ -18,7 +18,7 @@ from tests.chaos.attacks.running import AttackReport, run_attack
 from tests.chaos.attacks.weapons import WEAPONS
 
 _SECONDS = 30.0
-"""At ten requests per second p99 is the third worst of 300, which excludes one or two delays by the machine itself."""
+"""At ten requests a second p99 is the third worst of 300, which excludes one or two delays by the machine itself."""
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ from benchmarks.autoscale_run import Recording, record
 from benchmarks.facts import RESULTS, write_result
 from cli.ask import served_model
 from cli.endpoint import Endpoint, local_endpoint
+from launch.kept_process import Facts
+from launch.processes import ROUTER
 from launch.router_admin import RouterAdmin, admin_session
-from launch.router_processes import ROUTER
-from launch.spec import Facts
 from serving.api_keys import first_key
 from serving.logs import configure_logs
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from autoscaler.signals import POOLS
-from autoscaler.simulation.measures import quantile
 from benchmarks.autoscale_plan import Plan, simulate
 from benchmarks.autoscale_run import Recording
 from benchmarks.facts import command_line
+from benchmarks.simulation.measures import quantile
 from contract.identity import Role
 
 _LEAST_ATTAINMENT = 0.95

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoscaler.policy import Goals
-from autoscaler.simulation.changes import busy_seconds
-from autoscaler.simulation.load import Arrival
-from autoscaler.simulation.measures import quantile
 from autoscaler.timing_model import TimingModel
 from benchmarks.autoscale_trace import BUSY, STEADY, WINDOWS, Window
+from benchmarks.simulation.changes import busy_seconds
+from benchmarks.simulation.load import Arrival
+from benchmarks.simulation.measures import quantile
 from contract.identity import Role
 
 SPEED = 8.0

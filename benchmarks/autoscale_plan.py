@@ -7,13 +7,13 @@ from pathlib import Path
 
 from autoscaler.policy import Goals
 from autoscaler.scaled_cluster import policy_of
-from autoscaler.simulation.changes import load_levels, num_changes
-from autoscaler.simulation.load import Arrival
-from autoscaler.simulation.report import Report
-from autoscaler.simulation.run import Scenario, Simulation
 from autoscaler.timing_model import TimingModel, read_timing
 from benchmarks.autoscale_load import Phase, arrivals_of, goals_for
 from benchmarks.autoscale_trace import read_trace
+from benchmarks.simulation.changes import load_levels, num_changes
+from benchmarks.simulation.load import Arrival
+from benchmarks.simulation.report import Report
+from benchmarks.simulation.run import Scenario, Simulation
 from contract.identity import Role
 from launch.machine_settings import UpSettings
 

@@ -14,7 +14,7 @@ import aiohttp
 
 from autoscaler.policy import Goals
 from autoscaler.signals import POOLS
-from autoscaler.simulation.load import Arrival
+from benchmarks.simulation.load import Arrival
 from benchmarks.streams import Stream, StreamError, stream
 from contract.errors import KvbatonError
 from contract.identity import Role

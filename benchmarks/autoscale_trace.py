@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autoscaler.simulation.load import Arrival, azure_trace
+from benchmarks.simulation.load import Arrival, azure_trace
 
 EXCERPT = Path(__file__).parent / "traces" / "azure_llm_2023_code_windows.csv"
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autoscaler.policy import Goals, PoolBounds, ScalingPolicy
-from autoscaler.simulation.changes import load_levels, num_changes, spans
-from autoscaler.simulation.load import (
+from autoscaler.timing_model import TimingModel, read_timing
+from benchmarks.simulation.changes import load_levels, num_changes, spans
+from benchmarks.simulation.load import (
     DAY_SECONDS,
     Arrival,
     Lengths,
@@ -24,10 +25,9 @@ from autoscaler.simulation.load import (
     scaled,
     steps,
 )
-from autoscaler.simulation.report import Report
-from autoscaler.simulation.run import Scenario, Simulation
-from autoscaler.simulation.windows import Draw, arrivals_in, lengths_of, read_windows
-from autoscaler.timing_model import TimingModel, read_timing
+from benchmarks.simulation.report import Report
+from benchmarks.simulation.run import Scenario, Simulation
+from benchmarks.simulation.windows import Draw, arrivals_in, lengths_of, read_windows
 from contract.identity import Role
 from tests.autoscaler.cases import TIMING
 

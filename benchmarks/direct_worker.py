@@ -19,7 +19,7 @@ from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
-from wire.membership import registration_from_proto
+from wire.membership import from_proto
 
 _PEER_SECONDS = 10.0
 _SESSION = "benchmark"
@@ -41,7 +41,7 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
         first = await anext(request_iterator)
         welcome = pb.Welcome(protocol=WORKER_PROTOCOL_MAX, router_id="benchmark", session=_SESSION)
         yield pb.RouterMessage(welcome=welcome)
-        self.attached.set_result(registration_from_proto(first.registration))
+        self.attached.set_result(from_proto(Registration, first.registration))
         reading = asyncio.create_task(self._read(request_iterator))
         try:
             while message := await self._orders.get():

@@ -20,7 +20,6 @@ import torch
 from benchmarks.facts import run_facts
 from benchmarks.gpu_chunk import chunk_steps
 from benchmarks.gpu_draws import draws
-from benchmarks.gpu_few_rows import BATCHES, few_rows
 from benchmarks.gpu_nixl import reads
 from benchmarks.gpu_pairs import pairs
 from benchmarks.gpu_shapes import (
@@ -34,6 +33,7 @@ from benchmarks.gpu_shapes import (
     HandOver,
     ModelShape,
 )
+from benchmarks.gpu_small_batch import BATCHES, small_batch
 from benchmarks.gpu_steps import (
     BEST,
     RANDOM,
@@ -48,7 +48,7 @@ from benchmarks.gpu_sums import sums
 from contract.sampling import SamplingParams
 
 PARTS = (
-    "ceilings", "decode", "few_rows", "prefill", "chunk", "long", "draws", "reads", "sums", "pairs", "service",
+    "ceilings", "decode", "small_batch", "prefill", "chunk", "long", "draws", "reads", "sums", "pairs", "service",
     "handover", "streams", "fp8",
 )  # fmt: skip
 
@@ -178,7 +178,7 @@ class Run:
             "pairs": lambda: pairs(plan.device),
             "draws": lambda: draws(plan.device, self._shapes[-1].vocab_size, plan.batches, plan.num_rounds),
             **{name: partial(self._services, name) for name in ("service", "handover", "streams")},
-            "few_rows": lambda: self._each_shape(self._few_rows),
+            "small_batch": lambda: self._each_shape(self._small_batch),
             "chunk": lambda: self._each_shape(
                 lambda shape: chunk_steps(shape, plan.device, plan.chunk, plan.num_rounds)
             ),
@@ -199,10 +199,10 @@ class Run:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _few_rows(self, shape: ModelShape) -> Iterator[dict[str, Any]]:
+    def _small_batch(self, shape: ModelShape) -> Iterator[dict[str, Any]]:
         plan = self._plan
         sizes = BATCHES if plan.device.type == "cuda" else plan.batches
-        return few_rows(shape, plan.device, plan.context, sizes, plan.num_rounds, self._ceilings)
+        return small_batch(shape, plan.device, plan.context, sizes, plan.num_rounds, self._ceilings)
 
     def _services(self, part: str) -> Iterator[dict[str, Any]]:
         # Imported here: the other parts need no service.

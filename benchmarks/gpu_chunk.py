@@ -15,7 +15,7 @@ from engine.compute.forward_plain import PlainForward
 from engine.compute.piecewise import PiecewiseGraphs, piece_sizes
 from engine.compute.recording import CudaRecorder, Recorder
 from engine.compute.staging import on_device
-from engine.testing.graphs import RerunRecorder, StaticTorchBackend
+from tests.fakes.engine.graphs import RerunRecorder, StaticTorchBackend
 
 
 def chunk_steps(

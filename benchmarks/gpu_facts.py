@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.choice import is_installed
+from engine.attention.backend import is_installed
 
 _PACKAGES = (
     "flashinfer",

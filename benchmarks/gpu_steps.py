@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks.gpu_shapes import Ceilings, ModelShape
 from contract.errors import SettingError
 from contract.sampling import SamplingParams
-from engine.attention.backend import create_backend
-from engine.attention.choice import Needs, choose_backend
+from engine.attention.backend import Needs, choose_backend, create_backend
 from engine.compute.batch import InputBatch
 from engine.compute.best_tokens import TorchBestTokens
 from engine.compute.forward import ForwardPass, best_tokens_on_cuda, draw_on_cuda, fused
@@ -24,8 +23,7 @@ from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.compute.recording import CudaRecorder
 from engine.distributed.group import SingleRank
-from engine.fp8.choice import replace_linears
-from engine.fp8.linear import FP8, multiply
+from engine.fp8.linear import FP8, multiply, replace_linears
 from engine.models.config import Head
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
@@ -173,7 +171,7 @@ def timed_steps(
         states = forward.begin(replace(inputs, fed=fed), caches)()
         assert states is not None
         logits = forward.logits(states if work.num_tokens == 1 else states[last])
-        best = forward.best_tokens(logits) if rows[0].takes_best else None
+        best = forward.best_tokens(logits) if rows[0].is_greedy else None
         return best or begin_sampling(logits, rows, forward.draw)
 
     def step() -> None:

@@ -13,8 +13,13 @@ from torch import Tensor
 from benchmarks.gpu_steps import seconds_of, wait_for
 from contract.errors import SettingError
 from engine.compute.recording import CudaRecorder
-from engine.distributed.process_group import TorchRankGroup, listen_for_ranks, open_store
-from engine.distributed.symmetric import SymmetricSums, find_library
+from engine.distributed.process_group import (
+    SymmetricSums,
+    TorchRankGroup,
+    find_library,
+    listen_for_ranks,
+    open_store,
+)
 
 HIDDEN_SIZE = 4096
 _ROWS = (1, 64, 256)
@@ -64,7 +69,7 @@ def _measure(
     rows = _rows_of("nccl" if is_cuda else "gloo", group, device, num_rounds)
     if is_cuda:
         try:
-            group.add_up_by(SymmetricSums(find_library(device, group.backend), device, rank, size, store))
+            group.sums = SymmetricSums(find_library(device, group.backend), device, rank, size, store)
             rows += _rows_of("symmetric", group, device, num_rounds)
         except SettingError as error:
             rows.append({"way": "symmetric", "error": error.message})

@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/gpu.md`` from ``results`` (``python -m benchmarks.gpu_tables``); ``--check`` compares.
+"""Write the tables of ``docs/performance.md`` from ``results`` (``python -m benchmarks.gpu_tables``); ``--check`` compares.
 
 ``--take FOLDER COMMIT`` first copies what the calls on a rented machine brought back: that machine has no git.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.facts import RESULTS
 from benchmarks.tables import COLUMNS, write_page
 
-PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 _SECTION = re.compile(r"(<!-- h100 -->\n).*?(<!-- end of h100 -->)", re.DOTALL)
 _PREFIX = "gpu_h100_"
 _BACKENDS = {"flashinfer": "FlashInfer", "triton": "Triton"}
@@ -85,10 +85,10 @@ def _way(row: Row) -> str:
     return name + (", runs ahead" if row.get("runs_ahead") else "")
 
 
-def _few_rows(rows: list[Row]) -> list[str]:
+def _small_batch(rows: list[Row]) -> list[str]:
     columns = ["requests", "cuBLAS: ms, share of the bound", "our kernels: ms, share of the bound"]
     columns += ["difference of logits", "from float32: cuBLAS, our kernels"]
-    lines = _head("products of few rows, Triton attention, graphs, greedy, runs ahead", *columns)
+    lines = _head("products of small batches, Triton attention, graphs, greedy, runs ahead", *columns)
     for row in rows:
         before = _figure(row["ms_before"], row["share_before"])
         ours = _figure(row["ms"], row["share_of_bound"])
@@ -165,7 +165,7 @@ def _handover(rows: list[Row]) -> list[str]:
 
 
 _WRITERS: dict[str, Callable[[list[Row]], list[str]]] = {
-    "few_rows": _few_rows,
+    "small_batch": _small_batch,
     "decode": _decode,
     "decode_llama": _decode,
     "decode_qwen": _decode,

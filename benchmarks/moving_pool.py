@@ -16,8 +16,8 @@ import aiohttp
 from kv_transfer.options import TransportName
 from router.attempts.leg_outcome import WorkerDrainedError
 from router.attempts.request_run import RequestRun
-from router.migration.move import MoveResult
-from router.migration.moving import Mover
+from router.migration.migration import MigrationState
+from router.migration.migrator import Migrator
 from router.service import RouterService
 from router.telemetry.metrics import RouterMetrics
 from tests.chaos.fleet import Fleet
@@ -84,10 +84,10 @@ class MovingPool:
         self._fleet = fleet
         self._path = router._path  # noqa: SLF001 the moves are ordered at chosen tokens
         self._moves = RouterMetrics().moves
-        self._mover = Mover(self._path.registry, self._path.runs, self._moves)
-        self._results: Counter[MoveResult] = Counter()
+        self._migrator = Migrator(self._path.registry, self._path.runs, self._moves)
+        self._results: Counter[MigrationState] = Counter()
 
-    def take_results(self) -> Counter[MoveResult]:
+    def take_results(self) -> Counter[MigrationState]:
         """Return how many moves have had which result since the last call."""
         results = self._results
         self._results = Counter()
@@ -137,15 +137,15 @@ class MovingPool:
 
     async def move(self, run: RequestRun) -> bool:
         """Move an answer to the other decode worker."""
-        result = await self._mover.move(run, self._worker_of(run))
+        result = await self._migrator.move(run, self._worker_of(run))
         self._results[result] += 1
-        return result is MoveResult.MOVED
+        return result is MigrationState.MOVED
 
     async def replay(self, run: RequestRun) -> bool:
         """Let an answer begin again as if its worker had given it up, and wait for its next token."""
-        num_known = run.num_known_tokens
+        num_known = len(run.known_tokens)
         run.leave(self._worker_of(run), WorkerDrainedError("the benchmark compares with a replay"))
-        while run.num_known_tokens == num_known:  # noqa: ASYNC110 as a client sees it
+        while len(run.known_tokens) == num_known:  # noqa: ASYNC110 as a client sees it
             await asyncio.sleep(_LOOK_SECONDS)
         return True
 
@@ -162,12 +162,12 @@ class MovingPool:
         return [
             run
             for run in self._path.runs.open_runs
-            if run.request.request_id == stream.request_id and run.num_known_tokens >= num_tokens
+            if run.request.request_id == stream.request_id and len(run.known_tokens) >= num_tokens
         ]
 
     def _worker_of(self, run: RequestRun) -> Any:
-        assert run.attempt is not None
-        return run.attempt.legs.last.worker
+        assert run.current.attempt is not None
+        return run.current.attempt.legs.last.worker
 
     async def _disturb(
         self, stream: Stream, reading: "asyncio.Task[None]", disturb: Disturb, every: int, count: int

@@ -42,7 +42,7 @@ from benchmarks.router_clients import (
 from benchmarks.router_worker import SteppingWorker, attached
 from benchmarks.servers import RouterProcess, router_process
 from contract.identity import Role
-from serving.descriptors import raise_descriptor_limit
+from serving.http_acceptor import raise_descriptor_limit
 from text.model_card import ModelCard
 
 MODEL = Path(__file__).parents[1] / "kvbaton" / "demo_model"

@@ -20,19 +20,20 @@ from typing import Any, cast
 
 from benchmarks.facts import RESULTS, command_line, write_result
 from contract.identity import Role
+from contract.layout import KVLayout
 from contract.membership import Credit, Load, Registration
 from protos import WORKER_PROTOCOL_MAX
 from router.admission.admission_queue import AdmissionQueue
 from router.admission.fair_queue import QueueOrder
 from router.admission.unreachable_pairs import UnreachablePairs
-from router.concurrency.change_signal import ChangeSignal
+from router.concurrency import ChangeSignal
 from router.routing.policy import PlacementRequest, place
 from router.routing.running_shares import RunningShares
-from router.testing.worker import kv_layout
 from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
 from router.workers.registry import Registry
-from wire.membership import layout_from_proto
+from tests.fakes.router.worker import kv_layout
+from wire.membership import from_proto
 
 _NUM_WORKERS = (2, 100, 1000)
 _REQUESTS = 400
@@ -67,7 +68,7 @@ class Pool:
             address="a:1",
             control_address="a:2",
             model_fingerprint="m@float32",
-            kv_layout=layout_from_proto(kv_layout()),
+            kv_layout=from_proto(KVLayout, kv_layout()),
             max_model_len=_LENGTH,
         )
         worker = self.registry.new_worker(

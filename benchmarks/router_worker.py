@@ -13,10 +13,10 @@ from contract.identity import Role, new_boot_id
 from contract.outputs import FinishReason
 from protos import WORKER_PROTOCOL_MAX
 from protos import worker_pb2 as pb
-from router.testing.stream import RouterStream
-from router.testing.worker import kv_layout
 from serving.cluster_tls import worker_tls
 from serving.grpc_options import internal_server_options
+from tests.fakes.router.stream import RouterStream
+from tests.fakes.router.worker import kv_layout
 from text.model_card import ModelCard
 
 _PEER_SECONDS = 30.0

@@ -18,8 +18,7 @@ from benchmarks.others import tree
 from benchmarks.settings import environment_of, service_environment
 from contract.errors import UnavailableError
 from contract.identity import Role
-from launch.child import start_child
-from launch.spec import ProcessSpec
+from launch.kept_process import ProcessSpec, start_child
 
 _ROOT = Path(__file__).parents[1]
 _LOOK_SECONDS = 0.5

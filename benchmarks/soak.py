@@ -1,11 +1,12 @@
 """``python -m benchmarks.soak``: all fault scenarios at full length, to ``results/soak.json``.
 
 200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
-processes, 10,000 short requests at 64 concurrent, 2,000 schedules of faults on hand-overs between processes without a
-model, 200 more between network namespaces and 60 on whole workers, 50,000 walks through the protocol, 10,000 moves of
-answers in further ones, the state machines at twenty times their usual count, and every attack of
-``tests/chaos/attacks`` on a whole service. ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed; ``--only faults`` runs
-one scenario again and leaves the figures of the others, each with the commit and seed of its run.
+processes, 10,000 short requests at 64 concurrent and as many at data-parallel groups, 2,000 schedules of faults on
+hand-overs between processes without a model, 200 more between network namespaces and 60 on whole workers, 50,000 walks
+through the protocol, 10,000 moves of answers in further ones, the state machines at twenty times their usual count, and
+every attack of ``tests/chaos/attacks`` on a whole service. ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed;
+``--only faults`` runs one scenario again and leaves the figures of the others, each with the commit and seed of its
+run.
 """
 
 import argparse
@@ -23,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.facts import read_figures, run_facts, write_result
-from tests.chaos.attacks.running import run_attack
+from tests.chaos.attacks.running import MAX_P99_FACTOR, run_attack
 from tests.chaos.attacks.weapons import WEAPONS
+from tests.chaos.groups import run_groups
 from tests.chaos.kills import run_kills
 from tests.chaos.leaving import run_leaving
 from tests.chaos.settings import chaos_rng, chaos_seed, process_environment
@@ -42,6 +44,9 @@ MACHINES = (
     "tests/kv_transfer/test_lease_machine.py",
     "tests/kv_transfer/test_sender_messages.py",
 )
+
+_ATTACK_SECONDS = 30.0
+"""At ten requests a second p99 is the third worst of 300, which excludes one or two delays by the machine itself."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ def run_all(sizes: Sizes, only: str) -> dict[str, dict[str, Any]]:
         *((f"kills over {name}", partial(kills, name, sizes)) for name in TRANSPORTS),
         ("faults", partial(tests, "KVBATON_SOAK_SEED", seed, FAULTS)),
         ("short requests", partial(short_requests, sizes)),
+        ("data-parallel groups", partial(groups, sizes)),
         ("transfer faults", partial(transfer_faults, "links", sizes.num_schedules)),
         (
             "transfer faults between namespaces",
@@ -134,6 +140,13 @@ def leaving(transport: str, sizes: Sizes) -> dict[str, Any]:
     )
 
 
+def groups(sizes: Sizes) -> dict[str, Any]:
+    """Run two groups of four ranks, prompts at one and answers at the other, with random arrivals."""
+    rng = chaos_rng("groups")
+    flags = ("--data-parallel-size", "4")
+    return _in_folder(lambda folder: run_groups(folder, rng, *flags, num_requests=sizes.num_requests))
+
+
 def kills(transport: str, sizes: Sizes) -> dict[str, Any]:
     """Kill workers under load."""
     name = f"kills over {transport}"
@@ -149,8 +162,25 @@ def short_requests(sizes: Sizes) -> dict[str, Any]:
 
 
 def attack(name: str) -> dict[str, Any]:
-    """Run an attack on a whole service while another client uses it."""
-    return _in_folder(lambda folder: run_attack(folder, name, sys.executable))
+    """Run an attack on a whole service while another client uses it; the middle one of three if the first is slow.
+
+    Two measured p99 of a machine with two processors differ by a factor of two at times, without an attack.
+    """
+
+    def run() -> dict[str, Any]:
+        return _in_folder(lambda folder: run_attack(folder, name, sys.executable, _ATTACK_SECONDS))
+
+    runs = [run()]
+    if _is_slow_only(runs[0]):
+        runs += [run(), run()]
+    runs.sort(key=lambda one: float(one["p99_factor"]))
+    chosen = next((one for one in runs if one["wrong"] and not _is_slow_only(one)), runs[len(runs) // 2])
+    return {**chosen, "p99_factors": [round(one["p99_factor"], 2) for one in runs]}
+
+
+def _is_slow_only(report: dict[str, Any]) -> bool:
+    """Return True if an attack has done nothing but make others wait for longer than is allowed."""
+    return report["p99_factor"] > MAX_P99_FACTOR and len(report["wrong"]) == 1
 
 
 def transfer_faults(where: str, num_schedules: int) -> dict[str, Any]:

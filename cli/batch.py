@@ -2,14 +2,19 @@
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
-from cli.batch_client import BatchClient
+import aiohttp
+import msgspec
+
 from cli.batch_files import (
     BadLine,
     BatchRequest,
     Problem,
+    Response,
     Result,
     answered,
     appending,
@@ -18,15 +23,18 @@ from cli.batch_files import (
     result,
 )
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
-from contract.errors import KvbatonError, SettingError
+from contract.errors import KvbatonError, SettingError, UnavailableError
 from launch.arguments import parse
 from launch.client_settings import BatchSettings
+from launch.kept_process import Facts
 from launch.local_cluster import run_local
+from launch.processes import ROUTER
 from launch.progress import progress_bar
-from launch.router_processes import ROUTER
-from launch.spec import Facts
 from serving import signals
 from serving.logs import configure_logs
+
+_BUSY = (429, 503)
+_LONGEST_PAUSE_SECONDS = 60.0
 
 
 def batch(arguments: Sequence[str]) -> None:
@@ -45,6 +53,61 @@ def batch(arguments: Sequence[str]) -> None:
         raise KvbatonError(
             f"{work.num_failed} of {work.num_lines} lines have no answer; see {settings.output} for the reasons"
         )
+
+
+class BatchClient:
+    """Sends requests to the service at ``url``."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, max_retries: int) -> None:
+        self._session = session
+        self._url = url
+        self._headers = {"Content-Type": "application/json"}
+        self._max_retries = max_retries
+
+    async def send(self, request: BatchRequest) -> Response:
+        """Return the service's final reply, with any status. Raises UnavailableError when it no longer answers."""
+        for attempt in range(self._max_retries + 1):
+            is_last = attempt == self._max_retries
+            pause = min(0.5 * 2.0**attempt, _LONGEST_PAUSE_SECONDS)
+            try:
+                async with self._session.post(
+                    f"{self._url}{request.path}", data=request.body, headers=self._headers
+                ) as reply:
+                    response = _response(reply, await reply.read())
+                if reply.status not in _BUSY or is_last:
+                    return response
+                pause = retry_after_seconds(reply.headers, pause)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                # Sent again though the service may have answered: that costs a computation, and a lost answer the line.
+                if is_last:
+                    reason = str(error) or type(error).__name__
+                    raise UnavailableError(f"{self._url} no longer answers: {reason}") from error
+            await asyncio.sleep(pause)
+        raise AssertionError("unreachable")
+
+
+def _response(reply: aiohttp.ClientResponse, raw: bytes) -> Response:
+    """Return the reply with its body as one line of JSON; a body that is not JSON becomes a string."""
+    try:
+        body = msgspec.json.format(raw, indent=-1)
+    except msgspec.DecodeError:
+        body = msgspec.json.encode(raw.decode("utf-8", "replace"))
+    name = reply.headers.get("x-kvbaton-request-id") or reply.headers.get("x-request-id") or ""
+    return Response(reply.status, name, msgspec.Raw(body))
+
+
+def retry_after_seconds(headers: Mapping[str, str], default: float) -> float:
+    """Return the pause that a reply requests (RFC 9110 §10.2.3: seconds or a date), at most one minute."""
+    requested = headers.get("Retry-After", "").strip()
+    if requested.isdecimal():
+        return min(float(requested), _LONGEST_PAUSE_SECONDS)
+    try:
+        until = parsedate_to_datetime(requested)
+    except ValueError:
+        return default
+    if until.tzinfo is None:
+        until = until.replace(tzinfo=UTC)
+    return min(max(0.0, (until - datetime.now(UTC)).total_seconds()), _LONGEST_PAUSE_SECONDS)
 
 
 class Batch:
@@ -68,18 +131,18 @@ class Batch:
         counts = f"{self.num_lines} lines: {self._num_answered} answered now, {self._num_earlier} earlier"
         if self.is_over:
             return f"{counts}, {self.num_failed} failed"
-
         return f"stopped. {counts}; run the same command again to continue"
 
     def run(self) -> None:
         """Send requests until all are answered. Raises UnavailableError when the service goes away."""
         if self._settings.url is None:
-            run_local(self._settings, self._ask_local)
+
+            async def ask_local(facts: dict[str, Facts], _: asyncio.Event) -> None:
+                await self._ask_all(local_endpoint(self._settings, facts[ROUTER]))
+
+            run_local(self._settings, ask_local)
         else:
             signals.run(self._ask_all(endpoint_at(self._settings.url, self._settings)))
-
-    async def _ask_local(self, facts: dict[str, Facts], _: asyncio.Event) -> None:
-        await self._ask_all(local_endpoint(self._settings, facts[ROUTER]))
 
     async def _ask_all(self, endpoint: Endpoint) -> None:
         settings = self._settings
@@ -108,19 +171,17 @@ class Batch:
         write: Callable[[Result], None],
         advance: Callable[[], None],
     ) -> None:
+        # All tasks take their lines from one iterator, so that no more than max_concurrency lines are in memory.
         for line in lines:
             if isinstance(line, BatchRequest) and line.custom_id in self._answered:
                 self._num_earlier += 1
             else:
-                found = await _result(client, line)
+                if isinstance(line, BatchRequest):
+                    found = result(line.custom_id, await client.send(line))
+                else:
+                    problem = Problem("invalid_line", f"line {line.number}: {line.reason}", line.number)
+                    found = result(line.custom_id, error=problem)
                 write(found)
                 self._num_answered += found.is_answer
                 self.num_failed += not found.is_answer
             advance()
-
-
-async def _result(client: BatchClient, line: BatchRequest | BadLine) -> Result:
-    if isinstance(line, BatchRequest):
-        return result(line.custom_id, await client.send(line))
-    problem = Problem("invalid_line", f"line {line.number}: {line.reason}", line.number)
-    return result(line.custom_id, error=problem)

@@ -116,15 +116,13 @@ def read_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
 def _read(number: int, line: bytes) -> BatchRequest | BadLine:
     try:
         parsed = _lines.decode(line)
+        # The body goes to the service as it was written: numbers keep their digits.
         raw = _raw_lines.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return BadLine(number, _custom_id(line), f"not a valid request: {error}")
-    reason = _refusal(parsed)
-    return (
-        BadLine(number, parsed.custom_id, reason)
-        if reason
-        else BatchRequest(number, parsed.custom_id, parsed.url, bytes(raw.body))
-    )
+    if reason := _refusal(parsed):
+        return BadLine(number, parsed.custom_id, reason)
+    return BatchRequest(number, parsed.custom_id, parsed.url, bytes(raw.body))
 
 
 def _refusal(line: _Line) -> str | None:
@@ -156,10 +154,16 @@ def answered(path: Path) -> set[str]:
         lines = sum(1 for _ in file)
         file.seek(0)
         answers = {line.custom_id for line, _ in _answers(path, file) if line.custom_id is not None}
-        file.seek(0)
-        is_whole = len(answers) == lines and _ends_a_line(file)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        is_whole = len(answers) == lines and file.read(1) in (b"\n", b"")
     if not is_whole:
-        _rewrite(path)
+        # The old file is replaced when the new one is complete: a run that is killed here loses no answer.
+        fresh = path.with_name(f"{path.name}.new")
+        with path.open("rb") as old, fresh.open("wb") as new:
+            for _, line in _answers(path, old):
+                new.write(line.rstrip(b"\n") + b"\n")
+        fresh.replace(path)
     return answers
 
 
@@ -178,28 +182,12 @@ def _result(path: Path, number: int, line: bytes) -> Result | None:
     try:
         return _results.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n"):  # the run before was killed while it wrote this line
             return None
         raise SettingError(
             f"line {number} of output {path} is not an answer of a batch ({error}); choose another file",
             param="output",
         ) from error
-
-
-def _ends_a_line(file: BinaryIO) -> bool:
-    if not file.seek(0, os.SEEK_END):
-        return True
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
-
-
-def _rewrite(path: Path) -> None:
-    """Rewrite the file with only the answers, one per line; the old file is replaced when the new one is complete."""
-    fresh = path.with_name(f"{path.name}.new")
-    with path.open("rb") as old, fresh.open("wb") as new:
-        for _, line in _answers(path, old):
-            new.write(line.rstrip(b"\n") + b"\n")
-    fresh.replace(path)
 
 
 @contextmanager
@@ -212,7 +200,7 @@ def appending(path: Path) -> Iterator[Callable[[Result], None]]:
 
     def write(line: Result) -> None:
         file.write(msgspec.json.encode(line) + b"\n")
-        file.flush()
+        file.flush()  # a run that is killed has lost no answer that it was given
 
     with file:
         yield write

@@ -1,26 +1,24 @@
 """``kvbaton chat``: a conversation in the terminal, or line by line through a pipe.
 
 The main thread waits for the user, and runs an event loop only while an answer streams, so that Ctrl-C cancels only that
-answer. A service that the command starts itself runs in another thread (``launch.background``).
-
+answer. A service that the command starts itself runs in another thread (``launch.local_cluster``).
 """
 
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from cli.ask import served_model
-from cli.conversation import Conversation
+from cli.ask import TIMING_PARTS, OnText, StreamedAnswer, served_model, stream_chat
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
-from cli.terminal import Pipe, Terminal, open_terminal
+from cli.terminal import Pipe, Terminal, replace_unencodable
 from contract.errors import KvbatonError
 from launch.arguments import parse
-from launch.background import local_service
 from launch.client_settings import ChatSettings
+from launch.local_cluster import local_service
 from serving.logs import configure_logs
 from serving.settings import first_listed
 from serving.settings_file import nearest
@@ -42,7 +40,9 @@ def chat(arguments: Sequence[str]) -> None:
     settings = parse(ChatSettings, "kvbaton chat", arguments)
     settings.refuse_contradictions()
     configure_logs("chat", settings.log_level)
-    terminal = open_terminal()
+    replace_unencodable()
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    terminal = Terminal() if is_terminal else Pipe(sys.stdin, sys.stdout)
     try:
         with _ended_by_sigterm(), _service(settings, terminal) as endpoint, asyncio.Runner() as runner:
             model = first_listed(settings.served_model_name) or runner.run(served_model(endpoint))
@@ -51,6 +51,70 @@ def chat(arguments: Sequence[str]) -> None:
             Chat(conversation, terminal, runner).run()
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+class Conversation:
+    """Owns the messages. body: fields of every request (model, temperature, ...). last: the last complete answer."""
+
+    def __init__(self, endpoint: Endpoint, body: Mapping[str, Any], system: str | None = None) -> None:
+        self.system = system
+        self.last: StreamedAnswer | None = None
+        self._endpoint = endpoint
+        self._body = dict(body)
+        self._turns: list[dict[str, str]] = []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The messages that precede the next question."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self._turns]
+
+    def reset(self) -> None:
+        """Clear the conversation; the system message stays."""
+        self._turns.clear()
+
+    async def ask(self, text: str, on_text: OnText) -> StreamedAnswer:
+        """Send a message with the conversation so far. ``on_text`` gets the pieces of the answer.
+
+        The text of a cancelled answer is kept; a question that failed or got no text is dropped. Raises KvbatonError as
+        ``stream_chat`` does.
+        """
+        pieces: list[str] = []
+
+        def receive(piece: str) -> None:
+            pieces.append(piece)
+            on_text(piece)
+
+        question = {"role": "user", "content": text}
+        try:
+            answer = await stream_chat(
+                self._endpoint, {**self._body, "messages": [*self.messages, question]}, receive
+            )
+        except asyncio.CancelledError:
+            # The user has read these pieces and may refer to them; a question without any answer is better left out.
+            if pieces:
+                self._keep(question, "".join(pieces))
+            raise
+        self._keep(question, answer.text)
+        self.last = answer
+        return answer
+
+    def stats(self) -> str:
+        """Return the latency breakdown of the last answer, in one line. Raises KvbatonError if there is no answer."""
+        if self.last is None:
+            raise KvbatonError("there is no complete answer yet")
+        answer = self.last
+        counts = f"{answer.num_prompt_tokens} tokens in, {answer.num_completion_tokens} out ({answer.finish_reason})"
+        if not answer.timings:
+            return f"{counts}; the service sent no timings"
+        parts = {name: answer.timings[name] * 1000 for name in TIMING_PARTS if name in answer.timings}
+        total = answer.timings.get("end_to_end", 0.0) * 1000
+        hidden = answer.timings.get("transfer_hidden", 0.0) * 1000
+        shown = " + ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in parts.items())
+        return f"{shown} = {total:.1f} ms (transfer hidden {hidden:.1f}); {counts}"
+
+    def _keep(self, question: dict[str, str], answer: str) -> None:
+        self._turns += [question, {"role": "assistant", "content": answer}]
 
 
 class Chat:

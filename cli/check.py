@@ -4,16 +4,18 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contract.errors import SettingError
+from contract.sampling import MODEL_DEFAULTS
 from launch.arguments import parse
 from launch.client_settings import CheckSettings
 from launch.model import find_model
-from serving.log_lines import safe_line
+from serving.logs import safe_line
 from text.model_card import ModelCard
 from text.tokenizer import read_json
 
@@ -59,42 +61,32 @@ def check(arguments: Sequence[str]) -> None:
 def examine(folder: Path) -> Finding:
     """Read a model folder without its weights. Raises SettingError if config.json is missing or broken."""
     config = read_json(folder / "config.json")
-    finding = Finding({"folder": str(folder), **_config_facts(config), **_weights(folder)})
-    if problem := _problem_of_weights(folder):
-        finding.problems.append(problem)
+    files = _files(folder, _WEIGHTS)
+    size = sum(file.stat().st_size for file in files)
+    weights = {"weights": len(files), "weights in GiB": round(size / 2**30, 3)}
+    finding = Finding({"folder": str(folder), **_config_facts(config), **weights})
+    if not files and (pickles := _files(folder, _PICKLES)):
+        finding.problems.append(
+            f"the only weights are pickles ({pickles[0].name}), which run their author's code when they are loaded:"
+            " convert them to safetensors"
+        )
+    elif not files:
+        finding.problems.append(
+            f"there are no weights ({', '.join(_WEIGHTS)}) in {folder}; only its configuration was checked"
+        )
     of_card = Finding()
     with ThreadPoolExecutor(1) as beside:  # the engine may wait for a process that reads the configuration
-        asked = beside.submit(_add_engine, finding, folder)
-        _read_card(of_card, folder)
-        asked.result()
+        engine_check = beside.submit(_add_engine, finding, folder)
+        try:
+            with closing(ModelCard.from_folder(folder)) as card:
+                _add_card(of_card, card)
+        except SettingError as error:
+            of_card.problems.append(error.message)
+        engine_check.result()
     finding.facts |= of_card.facts
     finding.templates = of_card.templates
     finding.problems += of_card.problems
     return finding
-
-
-def _read_card(finding: Finding, folder: Path) -> None:
-    try:
-        card = ModelCard.from_folder(folder)
-    except SettingError as error:
-        finding.problems.append(error.message)
-        return
-    try:
-        _add_card(finding, card)
-    finally:
-        card.close()
-
-
-def _problem_of_weights(folder: Path) -> str | None:
-    """Return why the folder's weights cannot be loaded; None if there are some that can."""
-    if _files(folder, _WEIGHTS):
-        return None
-    if pickles := _files(folder, _PICKLES):
-        return (
-            f"the only weights are pickles ({pickles[0].name}), which run their author's code when they are loaded:"
-            " convert them to safetensors"
-        )
-    return f"there are no weights ({', '.join(_WEIGHTS)}) in {folder}; only its configuration was checked"
 
 
 def _add_engine(finding: Finding, folder: Path) -> None:
@@ -125,16 +117,14 @@ def add_served(finding: Finding, served: "Served") -> None:
             f"{served.architecture} of this version of transformers was never tried: nothing is known against it, but"
             " whether it is served is decided at the start, by comparing its numbers"
         )
+    num_bytes = served.num_weight_bytes
+    in_memory = None if num_bytes is None else f"{num_bytes / 2**30:.3f} GiB in {served.dtype}"
     finding.facts |= {
         "served by": way,
-        "weights in memory": _gib(served.num_weight_bytes, served.dtype),
+        "weights in memory": in_memory,
         "KV bytes per token": served.kv_bytes_per_token,
         "quantization": served.quantisation,
     }
-
-
-def _gib(num_bytes: int | None, dtype: str | None) -> str | None:
-    return None if num_bytes is None else f"{num_bytes / 2**30:.3f} GiB in {dtype}"
 
 
 def _add_card(finding: Finding, card: ModelCard) -> None:
@@ -147,8 +137,7 @@ def _add_card(finding: Finding, card: ModelCard) -> None:
         "special tokens": tokenizer.named_tokens,
         "end tokens": {str(token): tokenizer.written(token) for token in card.eos_token_ids},
         "generation defaults": {
-            name: getattr(card, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            parameter.name: getattr(card.defaults, parameter.name) for parameter in MODEL_DEFAULTS
         },
         "calls are read as": parser.__name__.removesuffix("Parser").lower() if parser else "text",
         "reasoning tags": list(answers.reasoning_tags or ()),
@@ -162,6 +151,7 @@ def _add_card(finding: Finding, card: ModelCard) -> None:
 
 
 def _config_facts(config: dict[str, Any]) -> dict[str, Any]:
+    # Of a model that also reads images, the decoder that is served has a configuration inside.
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else config
     quantization = config.get("quantization_config")
@@ -173,12 +163,6 @@ def _config_facts(config: dict[str, Any]) -> dict[str, Any]:
         "hidden size": inner.get("hidden_size"),
         "quantization": quantization.get("quant_method") if isinstance(quantization, dict) else None,
     }
-
-
-def _weights(folder: Path) -> dict[str, Any]:
-    files = _files(folder, _WEIGHTS)
-    size = sum(file.stat().st_size for file in files)
-    return {"weights": len(files), "weights in GiB": round(size / 2**30, 3)}
 
 
 def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:

@@ -14,16 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.ask import TIMING_NAMES, Answer, ask_grpc, ask_http, served_model
-from cli.endpoint import Endpoint, local_endpoint
+from cli.endpoint import local_endpoint
 from cli.terminal import printable
 from contract.addresses import local_address, split_address
 from launch.arguments import parse
-from launch.kept_process import ProcessState
+from launch.kept_process import Facts, ProcessSpec, ProcessState
 from launch.local_cluster import run_local
 from launch.machine_settings import DemoSettings
-from launch.router_processes import ROUTER
+from launch.processes import ROUTER
 from launch.settings import DEMO
-from launch.spec import Facts, ProcessSpec
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs
 
@@ -48,7 +47,9 @@ def demo(arguments: Sequence[str]) -> None:
     settings = parse(DemoSettings, "kvbaton demo", arguments)
     configure_logs("demo", settings.log_level)
     console = Console(highlight=False, soft_wrap=True)
-    busy = busy_defaults(settings)
+    # Addresses that the user gave are not checked: the service refuses them itself.
+    defaults = [name for name in ("http", "grpc") if name not in settings.model_fields_set]
+    busy = [name for name in defaults if _is_busy(getattr(settings, name))]
     for name in busy:
         console.print(
             f"kvbaton: {getattr(settings, name)} is in use by another program; {name} uses a free port"
@@ -92,8 +93,17 @@ class Demo:
         self._status.update("waiting for the answers")
         model = await served_model(endpoint)
         question, greeting = (QUESTION, GREETING) if self._settings.model == DEMO else (_PLAIN, _PLAIN)
-        by_http = await _chat(endpoint, model, question)
-        by_grpc = await _generate(endpoint, grpc_address, greeting)
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": _MAX_TOKENS,
+            "temperature": 0,
+            "timings": True,
+        }
+        by_http = await ask_http(endpoint, "chat/completions", body)
+        sampling = pb.SamplingParams(max_tokens=_MAX_TOKENS, temperature=0)
+        order = pb.GenerateRequest(text=greeting, sampling=sampling)
+        by_grpc = await ask_grpc(endpoint, grpc_address, order)
         self._status.stop()
         self._print("OpenAI HTTP", question, by_http)
         self._print("gRPC Generate", greeting, by_grpc)
@@ -111,22 +121,6 @@ class Demo:
         self._console.print(printable(answer.text.strip(), sys.stdout), markup=False)
 
 
-async def _chat(endpoint: Endpoint, model: str, question: str) -> Answer:
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": _MAX_TOKENS,
-        "temperature": 0,
-        "timings": True,
-    }
-    return await ask_http(endpoint, "chat/completions", body)
-
-
-async def _generate(endpoint: Endpoint, address: str, text: str) -> Answer:
-    sampling = pb.SamplingParams(max_tokens=_MAX_TOKENS, temperature=0)
-    return await ask_grpc(endpoint, address, pb.GenerateRequest(text=text, sampling=sampling))
-
-
 def latency_table(answers: dict[str, Answer]) -> Table:
     """Make a table of the latency breakdown in milliseconds, one row per answer; the parts add up to the last column."""
     table = Table(title="\nLatency in ms", title_justify="left")
@@ -138,18 +132,10 @@ def latency_table(answers: dict[str, Answer]) -> Table:
     return table
 
 
-def busy_defaults(settings: DemoSettings) -> list[str]:
-    """Return the names of the default addresses that are in use; addresses that the user gave are not checked."""
-    return [
-        name
-        for name in ("http", "grpc")
-        if name not in settings.model_fields_set and _is_busy(getattr(settings, name))
-    ]
-
-
 def _is_busy(address: str) -> bool:
     host, port = split_address(address)
     with socket.socket() as probe:
+        # As servers do: connections of a service that has ended would count as its port being in use for a minute.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

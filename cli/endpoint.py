@@ -13,10 +13,10 @@ import grpc.aio
 from contract.addresses import local_address
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
-from launch.child_settings import from_file
 from launch.client_settings import ClientSettings
+from launch.command_settings import from_file
+from launch.kept_process import Facts
 from launch.settings import LocalSettings, child_environment, variable
-from launch.spec import Facts
 from serving.api_keys import first_key
 
 _CONNECT_SECONDS = 10.0
@@ -68,7 +68,7 @@ class Endpoint:
         except OSError as error:
             raise UnavailableError(f"{self.url} does not present {self.certificate}: {error}") from error
         names = writer.get_extra_info("peercert").get("subjectAltName", ())
-        writer.transport.abort()
+        writer.transport.abort()  # only the certificate is needed; closing TLS would wait for the other side
         for kind, name in names:
             if kind in ("DNS", "IP Address"):
                 return str(name).replace("*", "any")
@@ -93,7 +93,12 @@ def local_endpoint(settings: LocalSettings, facts: Facts) -> Endpoint:
     address = local_address(facts["http"])
     if not certificate:
         return Endpoint(f"http://{address}", key)
-    return Endpoint(f"https://{address}", key, _pinned(Path(certificate)), Path(certificate))
+    # Only this certificate is accepted, for any name: the service is addressed by its IP address.
+    pinned = _trusting(Path(certificate))
+    pinned.check_hostname = False
+    # The certificate may be signed by an authority that is not in the file: it is trusted itself.
+    pinned.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    return Endpoint(f"https://{address}", key, pinned, Path(certificate))
 
 
 def _trusting(ca_file: Path) -> ssl.SSLContext:
@@ -103,11 +108,3 @@ def _trusting(ca_file: Path) -> ssl.SSLContext:
         raise SettingError(
             f"ca_file {ca_file} cannot be used: {error.strerror or error}", param="ca_file"
         ) from error
-
-
-def _pinned(certificate: Path) -> ssl.SSLContext:
-    """Accept only this certificate, for any name: the service is addressed by its IP address."""
-    context = _trusting(certificate)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
-    return context

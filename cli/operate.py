@@ -1,22 +1,31 @@
-"""``kvbaton workers``: lists the workers of a running service, and lets one drain, serve again, or take another role."""
+"""The commands that operate a running service by the admin APIs of its routers.
+
+``kvbaton workers`` lists the workers, lets one drain, serve again, or take another role, and lets all drop their prefix
+caches. ``kvbaton top`` shows them again and again.
+"""
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 
 from cli.pool_table import pool_view
-from cli.router_admin import open_admin
 from cli.terminal import replace_unencodable
-from contract.errors import KvbatonError, NotFoundError
+from contract.addresses import local_address
+from contract.errors import KvbatonError, NotFoundError, SettingError, UnavailableError
+from contract.identity import Role
 from launch.arguments import parse, takes_value
-from launch.operator_settings import ACTIONS, WorkersSettings
-from launch.router_admin import ServiceAdmin
+from launch.client_settings import ACTIONS, OperatorSettings, TopSettings, WorkersSettings
+from launch.router_admin import RouterAdmin, ServiceAdmin, admin_session
 from serving import signals
 from serving.logs import configure_logs
+from serving.settings import listed
 from serving.settings_file import nearest
+from worker.router_addresses import RouterAddresses
 
 _POLL_SECONDS = 0.2
 """The time between two readings of a worker's state. The order is sent once: another operator may undo it meanwhile."""
@@ -48,6 +57,10 @@ async def _run(settings: WorkersSettings) -> None:
     async with open_admin(settings) as admin:
         pool = await admin.pool()
         match settings.action:
+            case "reset-prefix-cache":
+                names = await admin.reset_prefix_cache()
+                text = f"the prefix caches of {', '.join(names) or 'no worker'} are dropped"
+                print(json.dumps({"workers": names}, indent=2) if settings.as_json else text)
             case "list" if settings.as_json:
                 print(json.dumps(pool, indent=2))
             case "list":
@@ -83,7 +96,7 @@ async def _drain(admin: ServiceAdmin, worker: str, settings: WorkersSettings) ->
     shown = None
     while settings.wait and facts["state"] not in _OVER:
         if facts["state"] == _SERVES:
-            raise KvbatonError(f"worker {worker} serves again: its drain was undone")
+            raise KvbatonError(f"the drain of worker {worker} was cancelled; it is serving again")
         if not settings.as_json and shown != facts["num_legs"]:
             shown = facts["num_legs"]
             print(f"{worker} drains: {shown} requests are left", flush=True)
@@ -120,3 +133,77 @@ def _print(settings: WorkersSettings, facts: dict[str, Any]) -> None:
         print(json.dumps(facts, indent=2))
     else:
         print(f"{facts['id']} ({facts['role']}) is {facts['state']}")
+
+
+def top(arguments: Sequence[str]) -> None:
+    """Run ``kvbaton top`` until Ctrl-C."""
+    settings = parse(TopSettings, "kvbaton top", arguments)
+    replace_unencodable()
+    configure_logs("top", settings.log_level)
+    signals.run(show_again_and_again(settings, Console(highlight=False)))
+
+
+async def show_again_and_again(settings: TopSettings, console: Console) -> None:
+    """Print readings until cancelled, or one with ``once``. Raises KvbatonError if the first reading fails."""
+    async with open_admin(settings) as admin:
+        if settings.as_json:
+            async for pool, _ in _readings(admin, settings):
+                console.file.write(json.dumps(pool) + "\n")
+                console.file.flush()
+        # A dumb terminal (TERM=dumb, as in Emacs) cannot move its cursor: rich would draw nothing there.
+        elif settings.once or not console.is_terminal or console.is_dumb_terminal:
+            async for pool, remark in _readings(admin, settings):
+                console.print(pool_view(pool, console, remark=remark))
+        else:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                async for pool, remark in _readings(admin, settings):
+                    live.update(pool_view(pool, console, remark=remark), refresh=True)
+
+
+async def _readings(admin: ServiceAdmin, settings: TopSettings) -> AsyncIterator[tuple[dict[str, Any], str]]:
+    """Yield what the router answers, and "". While it does not answer, yield its last answer and a remark."""
+    pool = await admin.pool()
+    yield pool, ""
+    while not settings.once:
+        await asyncio.sleep(settings.interval_seconds)
+        try:
+            pool = await admin.pool()
+        except UnavailableError as error:
+            yield pool, error.message
+        else:
+            yield pool, ""
+
+
+@asynccontextmanager
+async def open_admin(settings: OperatorSettings) -> AsyncIterator[ServiceAdmin]:
+    """Open the admin APIs that the settings name. Raises SettingError if they name none."""
+    addresses = await _addresses(settings)
+    async with admin_session(settings.admin_key) as session:
+        yield ServiceAdmin([RouterAdmin(address, session) for address in addresses])
+
+
+async def _addresses(settings: OperatorSettings) -> list[str]:
+    """Return the admin addresses of all routers. Raises SettingError for a ready file that cannot be used."""
+    if settings.admin:
+        names = listed(settings.admin)
+        # A name that cannot be resolved is kept: the connection gives the reason.
+        return sorted(await RouterAddresses(names).resolve()) or list(names)
+    ready_file = settings.ready_file
+    if ready_file is None:
+        raise SettingError(
+            "no router is named: give the address of its admin port (--admin HOST:PORT), or the ready file of"
+            " `kvbaton up` (--ready-file FILE)",
+            param="admin",
+        )
+    try:
+        processes = json.loads(ready_file.read_text())["processes"]
+        routers = [
+            local_address(process["admin"]) for process in processes if process["role"] == Role.ROUTER.value
+        ]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise SettingError(
+            f"ready_file {ready_file} cannot be used: {error}; is `kvbaton up` running?", param="ready_file"
+        ) from error
+    if not routers:
+        raise SettingError(f"ready_file {ready_file} names no running router", param="ready_file")
+    return routers

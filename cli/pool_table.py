@@ -1,7 +1,7 @@
 """Draws the routers and workers of a service as tables that fit the terminal."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -49,20 +49,19 @@ class Column:
 
 def pool_view(pool: Mapping[str, Any], console: Console, *, remark: str = "") -> RenderableType:
     """Return the whole view of the merged list of all routers. remark: shown in red below the service's own figures."""
-    workers = sorted(pool["workers"], key=lambda worker: (_place(worker["role"]), worker["id"]))
+    # A role of a later version stands behind those that are known here.
+    workers = sorted(
+        pool["workers"],
+        key=lambda worker: (
+            _ROLES.index(worker["role"]) if worker["role"] in _ROLES else len(_ROLES),
+            worker["id"],
+        ),
+    )
     remarks = [Text(remark, style="bold red")] if remark else []
     scaling = _scaling(pool.get("pools", {}))
     routers = _table([pool["routers"]], _ROUTER_COLUMNS, console)
     by_role = [list(same) for _, same in groupby(workers, lambda worker: worker["role"])]
     table = _table(by_role, _COLUMNS, console) if workers else Text("no worker is attached", style="yellow")
-    return Group(_heading(pool, workers), *scaling, *remarks, routers, Text(), table)
-
-
-def _place(role: str) -> int:
-    return _ROLES.index(role) if role in _ROLES else len(_ROLES)
-
-
-def _heading(pool: Mapping[str, Any], workers: Iterable[Worker]) -> Text:
     counts = Counter(worker["role"] for worker in workers)
     parts = [
         f"kvbaton {pool['version']}",
@@ -72,7 +71,8 @@ def _heading(pool: Mapping[str, Any], workers: Iterable[Worker]) -> Text:
         " + ".join(f"{counts[role]} {role}" for role in _ROLES if counts[role]),
         _pressure(pool.get("pools", {})),
     ]
-    return Text(" · ".join(part for part in parts if part), style="bold")
+    heading = Text(" · ".join(part for part in parts if part), style="bold")
+    return Group(heading, *scaling, *remarks, routers, Text(), table)
 
 
 def _pressure(pools: Mapping[str, Mapping[str, Any]]) -> str:
@@ -145,7 +145,9 @@ def _text(name: str, styles: Mapping[str, str] | None = None) -> Callable[[Worke
     def cell(worker: Worker) -> Text:
         value = worker.get(name)
         shown = _UNKNOWN if value is None else str(value)
-        return Text(_printable(shown), style=(styles or {}).get(shown, "dim" if value is None else ""))
+        # Workers name themselves: a control character must not reach the terminal.
+        printable = "".join(character if character.isprintable() else "\ufffd" for character in shown)
+        return Text(printable, style=(styles or {}).get(shown, "dim" if value is None else ""))
 
     return cell
 
@@ -156,10 +158,6 @@ def _number(name: str, show: Callable[[float], str]) -> Callable[[Worker], Text]
         return Text(_UNKNOWN, style="dim") if value is None else Text(show(value))
 
     return cell
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
 def _count(value: float) -> str:

@@ -10,9 +10,9 @@ from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from cli.terminal import printable
 from launch.arguments import parse
 from launch.client_settings import RunSettings
+from launch.kept_process import Facts
 from launch.local_cluster import run_local
-from launch.router_processes import ROUTER
-from launch.spec import Facts
+from launch.processes import ROUTER
 from serving import signals
 from serving.logs import configure_logs
 from serving.settings import first_listed

@@ -1,11 +1,22 @@
-"""The input and output of a chat: a terminal with line editing, or a pipe that gets only the answers."""
+"""The input and output of a chat: a terminal with line editing, or a pipe that gets only the answers.
 
+While ``input`` waits for a key, signals are handled promptly (``prompt_signals``). ``input`` with readline waits in its own
+select(2). A signal that arrives just before that sets Python's flag but does not interrupt the wait, so its handler would
+run only at the next key: SIGTERM would end nothing. Here a thread is notified of every signal through the wake-up file
+descriptor and interrupts the wait with a signal that has no effect of its own.
+"""
+
+import contextlib
+import signal
+import socket
 import sys
+import threading
+from collections.abc import Iterator
 from io import TextIOWrapper
 from typing import NoReturn, Protocol, TextIO
 
-from cli.prompt_signals import prompt_signals
-
+_NUDGE = signal.SIGURG
+_NUDGE_AFTER_SECONDS = (0.02, 0.2, 1.0)
 _PROMPT = "> "
 _MORE = "… "
 _SHOWN = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -143,9 +154,38 @@ def replace_unencodable() -> None:
             stream.reconfigure(errors="replace")
 
 
-def open_terminal() -> Terminal | Pipe:
-    """Return a Terminal or a Pipe, by the process's standard input and output. Unencodable characters are replaced."""
-    replace_unencodable()
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        return Terminal()
-    return Pipe(sys.stdin, sys.stdout)
+@contextlib.contextmanager
+def prompt_signals() -> Iterator[None]:
+    """Run signal handlers soon within the block, also if the main thread is about to wait. Main thread only."""
+    ours, signals = socket.socketpair()
+    signals.setblocking(False)
+    earlier_handler = signal.signal(_NUDGE, lambda *_: None)
+    earlier_fd = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_nudge, args=(ours, threading.get_ident()), name="prompt-signals")
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(earlier_fd)
+        signals.close()
+        thread.join()
+        signal.signal(_NUDGE, earlier_handler)
+
+
+def _nudge(signals: socket.socket, main_thread: int) -> None:
+    """Interrupt ``main_thread`` a few times after each signal, until the other end is closed."""
+    with signals:
+        waits: list[float] = []
+        while True:
+            signals.settimeout(waits[0] if waits else None)
+            try:
+                received = signals.recv(1)
+            except TimeoutError:
+                waits.pop(0)
+                signal.pthread_kill(main_thread, _NUDGE)
+                continue
+            if not received:
+                return
+            # Several times: the main thread may not have reached its wait yet when the first one arrives.
+            if received[0] != _NUDGE:
+                waits = list(_NUDGE_AFTER_SECONDS)

@@ -8,11 +8,11 @@ from importlib.metadata import version
 from autoscaler.scaled_cluster import run_scaled
 from cli.endpoint import local_endpoint
 from launch.arguments import parse
+from launch.kept_process import Facts
 from launch.local_cluster import run_local
 from launch.machine_settings import RoutersSettings, ServeSettings, UpSettings
 from launch.memory_plan import planned
-from launch.router_processes import router_names
-from launch.spec import Facts
+from launch.processes import router_names
 from serving.logs import configure_logs, log_settings
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,9 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def _serve_until_stopped(settings: RoutersSettings) -> None:
-    is_scaled = isinstance(settings, UpSettings) and settings.autoscale
+    scaled = settings if isinstance(settings, UpSettings) and settings.autoscale else None
     if settings.dry_run:
-        largest = (
-            settings.with_largest_pools() if isinstance(settings, UpSettings) and is_scaled else settings
-        )
-        print("\n".join(planned(largest)))
+        print("\n".join(planned(scaled.with_largest_pools() if scaled else settings)))
         return
     configure_logs("up", settings.log_level)
     logger.info("kvbaton %s", version("kvbaton"))
@@ -50,7 +47,7 @@ def _serve_until_stopped(settings: RoutersSettings) -> None:
             )
         await stopped.wait()
 
-    if isinstance(settings, UpSettings) and settings.autoscale:
-        run_scaled(settings, announce)
+    if scaled:
+        run_scaled(scaled, announce)
     else:
         run_local(settings, announce)

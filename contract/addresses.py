@@ -10,8 +10,8 @@ ALL = "::"
 _WILDCARDS = frozenset({ALL, "0.0.0.0"})
 _MAX_PORT = 65535
 _UNIX = "unix:"
+# Linux's ``sun_path`` has 108 bytes, with a zero at the end.
 _MAX_PATH_BYTES = 107
-"""Linux's ``sun_path`` has 108 bytes, with a zero at the end."""
 
 
 def check_listen_address(value: str) -> str:

@@ -17,6 +17,7 @@ def root_hash(model_fingerprint: str, cache_salt: str = "", lora: str = "") -> B
     state = hashlib.blake2b(digest_size=HASH_BYTES, person=b"kvbaton.root")
     for part in (model_fingerprint, cache_salt, lora):
         encoded = part.encode()
+        # With its length, so that two lists of parts never give the same bytes.
         state.update(struct.pack("<I", len(encoded)))
         state.update(encoded)
     return state.digest()

@@ -50,6 +50,7 @@ def json_decoder(kind: type[_T] | Any, dec_hook: DecHook = None) -> msgspec.json
 
 def converter(kind: type[_T]) -> Callable[[Any], _T]:
     """Return a function that converts plain data, and that any thread may use. It raises ValidationError."""
+    # Describes the type under the lock, so that every conversion finds it complete.
     msgpack_decoder(kind)
     return partial(msgspec.convert, type=kind)
 

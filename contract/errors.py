@@ -190,9 +190,8 @@ def _all_errors(root: type[KvbatonError]) -> list[type[KvbatonError]]:
 
 def error_from_kind(kind: str, message: str, param: str | None = None) -> KvbatonError:
     """Rebuild an error from its kind, message and field, received over a wire (an unknown kind becomes INTERNAL)."""
+    # A class stands before its subclasses, so the one that the kind was made for is found first.
     for error_class in _all_errors(KvbatonError)[1:]:
         if error_class.kind == kind:
-            if error_class in (ContextLengthError, UnsupportedFieldError):
-                continue
             return error_class(message, param=param)
     return InternalError(message)

@@ -15,8 +15,8 @@ CONVERTED_DTYPES = frozenset({"float32", "bfloat16"})
 MAX_BLOCK_SIZE_RATIO = 16
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
+# The limit of the safetensors library.
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             is_bridged = {ours, theirs} <= CONVERTED_DTYPES
             return None if is_bridged else " (only float32 and bfloat16 are converted into each other)"
         if name == "block_size":
-            return _why_not_split(ours, theirs)
+            small, large = sorted((ours, theirs))
+            if small < 1 or large % small:
+                return " (neither is a multiple of the other)"
+            is_bridged = large // small <= MAX_BLOCK_SIZE_RATIO
+            return None if is_bridged else f" (more than {MAX_BLOCK_SIZE_RATIO} times as many)"
         return ""
 
     def fingerprint(self) -> str:
@@ -116,15 +120,6 @@ class Side(msgspec.Struct, frozen=True):
         return -(-num_tokens // self.layout.block_size)
 
 
-def _why_not_split(ours: int, theirs: int) -> str | None:
-    small, large = sorted((ours, theirs))
-    if small < 1 or large % small:
-        return " (neither is a multiple of the other)"
-    if large // small > MAX_BLOCK_SIZE_RATIO:
-        return f" (more than {MAX_BLOCK_SIZE_RATIO} times as many)"
-    return None
-
-
 def model_fingerprint(folder: Path, dtype: str) -> str:
     """Identify a checkpoint by its configuration and its weights (headers, sizes and samples), computed in ``dtype``.
 
@@ -132,23 +127,6 @@ def model_fingerprint(folder: Path, dtype: str) -> str:
     fingerprints produce interchangeable KV; if only the dtypes differ, a worker can continue with the other's KV after
     rounding, but would have computed other values itself. Raises FileNotFoundError without weights.
     """
-    return f"{_weights_fingerprint(folder)}@{dtype}"
-
-
-def weights_of(fingerprint: str) -> str:
-    """Return the part of a model fingerprint that does not depend on the dtype."""
-    return fingerprint.partition("@")[0]
-
-
-def received_fingerprint(ours: str, theirs: str) -> str:
-    """Return the fingerprint for hashes of KV that an engine ``ours`` received from ``theirs`` with another dtype (law 7).
-
-    Neither engine would have computed this KV itself, so received KV is never found in place of computed KV, or vice versa.
-    """
-    return f"{ours} from {theirs}"
-
-
-def _weights_fingerprint(folder: Path) -> str:
     state = hashlib.blake2b(digest_size=16)
     state.update(read_bytes(folder / "config.json") or b"")
     for file in sorted([*folder.glob("modules.json"), *folder.glob("[0-9]_*/config.json")]):
@@ -163,8 +141,23 @@ def _weights_fingerprint(folder: Path) -> str:
         state.update(size.to_bytes(8, "little"))
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
+            # A damaged file can claim any length.
             state.update(stream.read(min(header_bytes, size, _MAX_HEADER_BYTES)))
+            # Reading tens of gigabytes would delay every start; fine-tuned weights differ nearly everywhere.
             for sample in range(_NUM_SAMPLES):
                 stream.seek(min(size, size * sample // _NUM_SAMPLES))
                 state.update(stream.read(_SAMPLE_BYTES))
-    return state.hexdigest()
+    return f"{state.hexdigest()}@{dtype}"
+
+
+def weights_of(fingerprint: str) -> str:
+    """Return the part of a model fingerprint that does not depend on the dtype."""
+    return fingerprint.partition("@")[0]
+
+
+def received_fingerprint(ours: str, theirs: str) -> str:
+    """Return the fingerprint for hashes of KV that an engine ``ours`` received from ``theirs`` with another dtype (law 7).
+
+    Neither engine would have computed this KV itself, so received KV is never found in place of computed KV, or vice versa.
+    """
+    return f"{ours} from {theirs}"

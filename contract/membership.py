@@ -13,7 +13,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     admin server. kv_layout: the shape of its KV blocks over all its ranks. max_model_len: tokens that prompt and answer
     may have together. num_blocks: blocks of its pool. vocab_size: token ids are below this. embeds_only: the model has no
     output head. build, host: the version of its code and the name of its machine, for operators. age_seconds: time since
-    the process started. num_restarts: how often a supervisor has started the worker again before this process.
+    the process started. num_restarts: how often a supervisor has started the worker again before this process. group: of
+    data-parallel ranks, which are drained and change their role together.
     """
 
     protocol_min: int = 0
@@ -36,6 +37,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     age_seconds: float = 0.0
     num_restarts: int = 0
+    group: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

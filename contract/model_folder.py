@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -43,7 +43,9 @@ def check_entries(folder: Path) -> None:
             for number, entry in enumerate(entries):
                 if number >= MAX_ENTRIES:
                     _fail(f"{folder} contains more than {MAX_ENTRIES} files")
-                if not (entry.is_file() or entry.is_dir() or _is_dangling(entry)):
+                # A link whose target does not exist counts as a missing file.
+                is_dangling = entry.is_symlink() and not Path(entry.path).exists()
+                if not (entry.is_file() or entry.is_dir() or is_dangling):
                     _fail(f"{entry.path} is {_kind(entry.stat().st_mode)}; it must be a file")
     except OSError as error:
         _fail(f"{folder} cannot be read: {error.strerror or error}", error)
@@ -55,6 +57,7 @@ def read_bytes(file: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
     Raises SettingError for anything else, and for more than ``max_bytes``. Never waits for a writer.
     """
     try:
+        # A pipe without a writer would block.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
@@ -67,6 +70,7 @@ def read_bytes(file: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
         if found.st_size > max_bytes:
             _fail(f"{file} has {found.st_size} bytes; the limit is {max_bytes}")
         with os.fdopen(os.dup(descriptor), "rb") as stream:
+            # One byte more shows that the file grew, and a file that grows without end is not read to its end.
             content = stream.read(found.st_size + 1)
         if len(content) > found.st_size:
             _fail(f"{file} grew while it was read")
@@ -96,6 +100,7 @@ def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     if text is None:
         return None
     try:
+        # Some editors begin a file with a byte order mark.
         value = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_unique)
     except _TwiceError as error:
         _fail(f"{file} has {str(error)!r:.80} twice in one object", error)
@@ -104,6 +109,7 @@ def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
         _fail(f"{file} cannot be read: it is not valid JSON: {why}", error)
     if _depth_exceeds(value, MAX_DEPTH):
         _fail(f"{file} is nested deeper than {MAX_DEPTH} levels")
+    # The file is UTF-8: only an escape can make half of a pair.
     if "\\ud" in text.lower() and (half := _half_pair(value)) is not None:
         _fail(f"{file} contains half of a surrogate pair, in {half!r:.80}")
     return value
@@ -175,18 +181,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _depth_exceeds(value: Any, most: int) -> bool:
-    level: list[Any] = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(most + 1):
-        level = [child for parent in level for child in _children(parent)]
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
         if not level:
             return False
     return True
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return (child for child in value.values() if isinstance(child, dict | list))
-    return (child for child in value if isinstance(child, dict | list)) if isinstance(value, list) else ()
 
 
 def _half_pair(value: Any) -> str | None:
@@ -201,11 +206,6 @@ def _half_pair(value: Any) -> str | None:
         elif isinstance(one, str) and _SURROGATE.search(one):
             return one
     return None
-
-
-def _is_dangling(entry: "os.DirEntry[str]") -> bool:
-    """Return True for a link whose target does not exist; it counts as a missing file."""
-    return entry.is_symlink() and not Path(entry.path).exists()
 
 
 def _kind(mode: int) -> str:

@@ -57,4 +57,5 @@ def make_proof(key: bytes, label: str, *fields: Field) -> str:
 
 def is_proof(key: bytes, claimed: str, label: str, *fields: Field) -> bool:
     """Compare a claimed proof in constant time."""
+    # As bytes: texts are compared only if they are ASCII.
     return hmac.compare_digest(make_proof(key, label, *fields).encode(), claimed.encode("utf-8", "replace"))

@@ -7,7 +7,7 @@ import msgspec
 
 from contract.block_hash import BlockHash, root_hash
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from contract.sampling import SamplingParams, choice_seed
+from contract.sampling import LISTS, SamplingParams
 
 MAX_CHOICES = 128
 
@@ -113,7 +113,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the request for one of its choices."""
         if self.num_choices == 1:
             return self
-        sampling = msgspec.structs.replace(self.sampling, seed=choice_seed(self.sampling.seed, choice))
+        sampling = self.sampling.of_choice(choice)
         return msgspec.structs.replace(self, choice=choice, num_choices=1, sampling=sampling)
 
     def hash_root(self, model_fingerprint: str) -> BlockHash:
@@ -126,22 +126,27 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         if not self.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty; it needs at least one token", param="prompt")
         check_token_ids(self.prompt_token_ids, vocab_size, param="prompt")
-        check_token_ids(self.sampling.stop_token_ids, vocab_size, param="stop_token_ids")
-        check_token_ids(self.sampling.allowed_token_ids, vocab_size, param="allowed_token_ids")
-        if biased := [token for token, _ in self.sampling.logit_bias]:
-            check_token_ids(biased, vocab_size, param="logit_bias")
-        self._check_choices()
-        self._check_place_in_answer()
+        for parameter in LISTS:
+            token_ids = getattr(self.sampling, parameter.name)
+            if parameter.kind == "biases":
+                token_ids = [token for token, _ in token_ids]
+            check_token_ids(token_ids, vocab_size, param=parameter.name)
+        if not 1 <= self.num_choices <= MAX_CHOICES:
+            raise InvalidRequestError(f"n is {self.num_choices}; it must lie in 1..{MAX_CHOICES}", param="n")
+        num_delivered = self.num_delivered_tokens
+        # A replay continues one answer; the choices of a prompt have different ones.
+        if self.num_choices > 1 and (self.choice or num_delivered):
+            raise InvalidRequestError("a replay must have one choice", param="n")
+        if not 0 <= num_delivered < min(self.sampling.max_tokens, len(self.prompt_token_ids)):
+            raise InvalidRequestError(
+                f"first_index is {self.first_index}: a prompt of {len(self.prompt_token_ids)} tokens cannot end with "
+                f"{num_delivered} tokens of the answer when max_tokens is {self.sampling.max_tokens}",
+                param="first_index",
+            )
         self._check_pooling()
         for name in ("lora_request", "multi_modal_inputs"):
             if getattr(self, name):
                 raise UnsupportedFieldError(f"{name} is not supported by this version", param=name)
-
-    def _check_choices(self) -> None:
-        if not 1 <= self.num_choices <= MAX_CHOICES:
-            raise InvalidRequestError(f"n is {self.num_choices}; it must lie in 1..{MAX_CHOICES}", param="n")
-        if self.num_choices > 1 and (self.choice or self.num_delivered_tokens):
-            raise InvalidRequestError("a replay must have one choice", param="n")
 
     def _check_pooling(self) -> None:
         if self.pooling_params is None:
@@ -151,15 +156,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError(
                 "an embedding has one choice, no tokens, no grammar, and is not handed over",
                 param="pooling_params",
-            )
-
-    def _check_place_in_answer(self) -> None:
-        num_delivered = self.num_delivered_tokens
-        if not 0 <= num_delivered < min(self.sampling.max_tokens, len(self.prompt_token_ids)):
-            raise InvalidRequestError(
-                f"first_index is {self.first_index}: a prompt of {len(self.prompt_token_ids)} tokens cannot end with "
-                f"{num_delivered} tokens of the answer when max_tokens is {self.sampling.max_tokens}",
-                param="first_index",
             )
 
 

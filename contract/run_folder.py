@@ -69,6 +69,7 @@ def _locked(path: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Its last owner may have removed the folder between the opening and the lock, and another one made it anew.
         if os.fstat(descriptor).st_ino == path.lstat().st_ino:
             return descriptor
     except (BlockingIOError, FileNotFoundError):

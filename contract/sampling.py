@@ -1,9 +1,18 @@
-"""The sampling parameters of a request, and the grammar that its answer must match."""
+"""The sampling parameters of a request, and the grammar that its answer must match.
 
+Every reader, range, limit and description of a sampling parameter is derived from the table ``PARAMETERS``. A new one is a
+row there, a field of the two structs above it, of each .proto file and of ``kvbaton.SamplingParams``, and its effect.
+"""
+
+import math
+import random
+from dataclasses import dataclass
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 
 from contract.errors import InvalidRequestError
 
@@ -11,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_REPETITION_PENALTY = 10.0
 MAX_LOGIT_BIAS = 100.0
 MAX_GRAMMAR_BYTES = 2**18
+_INT32_MAX = 2**31 - 1
+_INT64 = 2**63
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -102,33 +113,199 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         own = () if self.ignore_eos else eos_token_ids
         return (*own, *self.stop_token_ids)
 
+    def of_choice(self, choice: int) -> "SamplingParams":
+        """Return the parameters of one choice; called on those of choice 0. Only the seed differs."""
+        return structs.replace(self, seed=choice_seed(self.seed, choice))
+
     def check(self) -> None:
         """Raise InvalidRequestError that names the first field out of range."""
-        _check_ranges(
-            ("temperature", self.temperature, 0.0, 2.0),
-            ("top_k", self.top_k, 0, 2**31 - 1),
-            ("seed", self.seed, -(2**63), 2**64 - 1),
-            ("max_tokens", self.max_tokens, 1, 2**31 - 1),
-            ("min_tokens", self.min_tokens, 0, self.max_tokens),
-        )
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequestError(f"top_p is {self.top_p}; it must lie in (0, 1]", param="top_p")
-        _check_ranges(
-            ("logprobs", self.logprobs or 0, 0, MAX_LOGPROBS),
-            ("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_LOGPROBS),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-        )
-        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            raise InvalidRequestError(
-                f"repetition_penalty is {self.repetition_penalty}; it must lie in (0, {MAX_REPETITION_PENALTY:g}]",
-                param="repetition_penalty",
-            )
+        for (parameter, low, high), value in zip(_RANGES, _ranged_values(self), strict=True):
+            limit = self.max_tokens if parameter is _MINIMUM else high
+            if value is not None and not low <= value <= limit:
+                raise parameter.out_of_range(value, limit)
         for _, bias in self.logit_bias:
-            _check_ranges(("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS))
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                raise _BIASES.out_of_range(bias, MAX_LOGIT_BIAS)
         if self.grammar is not None:
             self.grammar.check()
+
+
+class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling parameters as a client sent them. None means: not given, take the model's or the documented default."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+
+    def check_limit(self) -> None:
+        """Raise InvalidRequestError if the client's limit of new tokens allows none."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequestError(
+                f"max_tokens is {self.max_tokens}; it must be 1 or more", param="max_tokens"
+            )
+
+    def completed(self, defaults: SamplingParams, max_tokens: int, *, rates_tokens: bool) -> SamplingParams:
+        """Return the parameters with every default filled in; their ranges are not checked, except that of the seed.
+
+        defaults: the model's. max_tokens: the limit after the room behind the prompt is known. rates_tokens: each token's
+        log probability is needed, even if the client receives none.
+        """
+        given = {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
+        if rates_tokens:
+            given.setdefault("logprobs", 0)
+        seed = self.seed
+        if seed is None:
+            seed = random.getrandbits(63)  # it is no secret, and the system's generator takes longer
+        elif not -_INT64 <= seed < _INT64:
+            raise InvalidRequestError(f"seed is {seed}; it must lie in {-_INT64}..{_INT64 - 1}", param="seed")
+        return structs.replace(defaults, **(given | {"max_tokens": max_tokens, "seed": seed}))
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One sampling parameter.
+
+    kind: the form of its value. meaning: its description in the HTTP schema; "" if each endpoint reads and describes it
+    itself. low, high: its range, for a list of biases that of each bias; None: its type has no other limit. excludes_low:
+    ``low`` itself is outside. written_for_default: a number that other servers' clients and models write for the default.
+    max_items: most entries of a list. is_models: a model's generation_config.json may give the default.
+    """
+
+    name: str
+    kind: Literal["number", "integer", "flag", "token_ids", "biases"]
+    meaning: str = ""
+    low: float | None = None
+    high: float | None = None
+    excludes_low: bool = False
+    written_for_default: int | None = None
+    max_items: int | None = None
+    is_models: bool = False
+
+    @property
+    def default(self) -> Any:
+        """The value where neither the client nor the model gives one."""
+        return getattr(DEFAULTS, self.name)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the greatest value; both belong to the range. Of a number only."""
+        low = self.low or 0
+        high = self.high or 0
+        return math.nextafter(low, high) if self.excludes_low else low, high
+
+    def out_of_range(self, value: float, high: float) -> InvalidRequestError:
+        """Return the error for a value outside of the range, whose upper end is ``high``."""
+        wanted = f"({self.low:g}, {high:g}]" if self.excludes_low else f"{self.low}..{high}"
+        return InvalidRequestError(f"{self.name} is {value}; it must lie in {wanted}", param=self.name)
+
+
+DEFAULTS = SamplingParams()
+PARAMETERS = (
+    Parameter(
+        "temperature",
+        "number",
+        "0 always selects the most likely token. Default: 1.",
+        low=0.0,
+        high=2.0,
+        is_models=True,
+    ),
+    Parameter(
+        "top_k",
+        "integer",
+        "Sample from the k most likely tokens; 0 and -1: from all.",
+        low=0,
+        high=_INT32_MAX,
+        written_for_default=-1,  # vLLM's clients
+        is_models=True,
+    ),
+    Parameter(
+        "seed",
+        "integer",
+        "Equal requests with equal seeds get equal answers.",
+        low=-_INT64,
+        high=2 * _INT64 - 1,
+    ),
+    Parameter("max_tokens", "integer", low=1, high=_INT32_MAX),
+    Parameter("min_tokens", "integer", "Minimum number of new tokens.", low=0, high=_INT32_MAX),
+    Parameter(
+        "top_p",
+        "number",
+        "Sample from the smallest set of tokens with this total probability.",
+        low=0.0,
+        high=1.0,
+        excludes_low=True,
+        is_models=True,
+    ),
+    Parameter("logprobs", "integer", low=0, high=MAX_LOGPROBS),
+    Parameter("prompt_logprobs", "integer", low=0, high=MAX_LOGPROBS),
+    Parameter(
+        "min_p",
+        "number",
+        "Minimum probability, relative to the most likely token.",
+        low=0.0,
+        high=1.0,
+        is_models=True,
+    ),
+    Parameter(
+        "presence_penalty",
+        "number",
+        "Subtracted from the logits of tokens that the answer contains.",
+        low=-2.0,
+        high=2.0,
+    ),
+    Parameter(
+        "frequency_penalty",
+        "number",
+        "Subtracted once for each time that the answer contains the token.",
+        low=-2.0,
+        high=2.0,
+    ),
+    Parameter(
+        "repetition_penalty",
+        "number",
+        "Divides positive logits of tokens in prompt and answer, multiplies negative ones.",
+        low=0.0,
+        high=MAX_REPETITION_PENALTY,
+        excludes_low=True,
+        is_models=True,
+    ),
+    Parameter("stop_token_ids", "token_ids", "Token ids that end the answer.", max_items=1024),
+    Parameter("ignore_eos", "flag", "Do not end the answer at the model's end tokens."),
+    Parameter(
+        "allowed_token_ids", "token_ids", "If not empty, only these tokens are sampled.", max_items=16_384
+    ),
+    Parameter(
+        "logit_bias",
+        "biases",
+        "Token id → number that is added to its logit.",
+        low=-MAX_LOGIT_BIAS,
+        high=MAX_LOGIT_BIAS,
+        max_items=1024,
+    ),
+)
+"""Every field of ``SamplingParams`` except the grammar, which has a form of its own; in the order of the checks."""
+MODEL_DEFAULTS = tuple(parameter for parameter in PARAMETERS if parameter.is_models)
+LISTS = tuple(parameter for parameter in PARAMETERS if parameter.max_items)
+(_BIASES,) = (parameter for parameter in PARAMETERS if parameter.kind == "biases")
+(_MINIMUM,) = (parameter for parameter in PARAMETERS if parameter.name == "min_tokens")
+NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.kind in ("number", "integer"))
+_RANGES = tuple((parameter, *parameter.bounds) for parameter in NUMBERS)
+_ranged_values = attrgetter(*(parameter.name for parameter in NUMBERS))
+_NAMES = tuple(field.name for field in structs.fields(SamplingParams))
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -136,11 +313,5 @@ def choice_seed(seed: int, choice: int) -> int:
     if choice == 0:
         return seed
     digest = blake2b(f"{seed}#{choice}".encode(), digest_size=8).digest()
+    # A seed is signed and has 64 bits.
     return int.from_bytes(digest, "big") >> 1
-
-
-def _check_ranges(*ranges: tuple[str, float, float, float]) -> None:
-    """Raise InvalidRequestError for the first value out of its range. ranges: name, value, lowest and highest value."""
-    for name, value, low, high in ranges:
-        if not low <= value <= high:
-            raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)

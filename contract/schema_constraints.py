@@ -1,10 +1,16 @@
-"""The constraints of one JSON schema: each is kept, tightened to what the grammar library supports, dropped or refused."""
+"""The constraints of one JSON schema: each is kept, tightened to what the grammar library supports, dropped or refused.
+
+Patterns (ECMA 262) are translated to the library's syntax (Rust's regex crate). The two differ in classes, where ``[``,
+``&&``, ``--`` and ``~~`` have a meaning in Rust, in braces that are not a count, and in a few escapes. Parts that an
+automaton or this translation does not support are named in an error.
+"""
+
+import re
+from collections.abc import Iterator
 
 from contract.errors import InvalidRequestError
-from contract.schema_patterns import UnsupportedPatternError, rust_pattern
-from contract.schema_references import References
 from contract.schema_unions import Unions
-from contract.schema_values import TYPES, Schema, properties_of, required_of, spelled, types_of
+from contract.schema_values import TYPES, References, Schema, properties_of, required_of, spelled, types_of
 
 Pointer = tuple[str, ...]
 
@@ -24,6 +30,24 @@ _UNSUPPORTED = frozenset(
     "unevaluatedItems $dynamicRef $recursiveRef disallow extends divisibleBy".split()
 )
 _IN_PLACE = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties"))
+_CHARACTER = r"\\[pPux]\{[^{}]*+\} | \\c[A-Za-z] | \\x[0-9A-Fa-f]{2} | \\u[0-9A-Fa-f]{4}"
+_PARTS = re.compile(
+    rf"""(?P<character>{_CHARACTER} | \\0(?![0-9])) | (?P<escape>\\.) | (?P<open>\[\^?)
+    | (?P<group>\(\?(?:<?[=!]|>|\#|\(|P=|P>|&|R)) | (?P<count>\{{[0-9]++(?:,[0-9]*+)?\}}) | (?P<brace>\{{)
+    | (?P<plain>[^\\\[({{]++|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_IN_CLASS = re.compile(
+    rf"(?P<set>\\[dDsSwW] | \\[pP]\{{[^{{}}]*+\}}) | {_CHARACTER} | \\. | .", re.VERBOSE | re.DOTALL
+)
+# Escapes for look-around or back-references, and escapes that ECMA 262 does not define.
+_UNSUPPORTED_ESCAPES = frozenset("bBkGKEQRXhHN123456789")
+# Python's escape for the end of the text, and a literal of ECMA that means the end of a word in Rust.
+_OTHERS = {"\\Z": "\\z", "\\<": "<", "\\>": ">"}
+
+
+_IN_RUST = {"\\0": "\\x00", "\\b": "\\x08", **{one: f"\\{one}" for one in "[&~^-"}}
+"""Escapes within a class; the zero everywhere."""
 
 
 class Constraints:
@@ -52,7 +76,12 @@ class Constraints:
 
     def _refuse(self, schema: Schema, out: Schema, at: Pointer) -> None:
         """Raise InvalidRequestError for an unsupported constraint, unless it forbids nothing or may be dropped."""
-        if _closes_itself(schema):
+        if (
+            schema.get("unevaluatedProperties") is False
+            and "additionalProperties" not in schema
+            and not (_IN_PLACE & schema.keys())
+            and not ((_UNSUPPORTED - {"unevaluatedProperties"}) & schema.keys())
+        ):  # unevaluatedProperties is equal to additionalProperties, and the schema has nothing else that is unsupported
             out["additionalProperties"] = False
             return
         for key in schema:
@@ -118,6 +147,7 @@ class Constraints:
                 ) from error
             del out[key]
             if key == "patternProperties":
+                # Without the patterns it would forbid the names that they allow.
                 out.pop("additionalProperties", None)
             self._settle_patterns(out, at)
 
@@ -156,16 +186,6 @@ def wrong_schema(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="grammar")
 
 
-def _closes_itself(schema: Schema) -> bool:
-    """Return True if unevaluatedProperties is equal to additionalProperties, and the schema has no other."""
-    return (
-        schema.get("unevaluatedProperties") is False
-        and "additionalProperties" not in schema
-        and not (_IN_PLACE & schema.keys())
-        and not ((_UNSUPPORTED - {"unevaluatedProperties"}) & schema.keys())
-    )
-
-
 def _forbids_nothing(key: str, schema: Schema) -> bool:
     value = schema[key]
     match key:
@@ -196,11 +216,7 @@ def _drop_what_forbids_nothing(out: Schema) -> None:
         del out["additionalItems"]
     if "format" in out and (out["format"] not in FORMATS or "string" not in types_of(out)):
         del out["format"]
-    _drop_counts_of_properties(out)
-
-
-def _drop_counts_of_properties(out: Schema) -> None:
-    """Drop minProperties that ``required`` implies, and maxProperties that the named properties imply."""
+    # ``required`` may imply minProperties, and the named properties maxProperties.
     fewest = out.get("minProperties")
     if isinstance(fewest, int) and fewest <= len(required_of(out)):
         del out["minProperties"]
@@ -221,3 +237,63 @@ def _supported_bound(value: float, *, is_upper: bool, is_integer: bool) -> float
     if is_integer and is_upper:
         return 2**63 - 1
     return MAX_BOUND if value > 0 else -MAX_BOUND
+
+
+class UnsupportedPatternError(Exception):
+    """An unsupported part of a pattern; it is the error's text."""
+
+
+def rust_pattern(pattern: str) -> str:
+    """Return the pattern in the library's syntax. Raises UnsupportedPatternError."""
+    return "".join(_rust_parts(pattern))
+
+
+def _rust_parts(pattern: str) -> Iterator[str]:
+    position = 0
+    while match := _PARTS.match(pattern, position):
+        position = match.end()
+        text = match[0]
+        match match.lastgroup:
+            case "group":
+                raise UnsupportedPatternError(text)
+            case "escape" if text[1] in _UNSUPPORTED_ESCAPES:
+                raise UnsupportedPatternError(text)
+            case "escape":
+                yield _OTHERS.get(text, text)
+            case "brace":
+                yield "\\{"
+            case "open":
+                inner, position = _class_from(pattern, position)
+                is_negated = text.endswith("^")
+                yield f"[{'^' * is_negated}{inner}]" if inner else "[\\s\\S]" if is_negated else "[^\\s\\S]"
+            case kind:
+                yield _plain(text) if kind == "character" else text
+
+
+def _class_from(pattern: str, start: int) -> tuple[str, int]:
+    """Return the items of a class and its end. Raises UnsupportedPatternError if it has no end."""
+    out: list[str] = []
+    position = start
+    is_range = False
+    while (match := _IN_CLASS.match(pattern, position)) and match[0] != "]":
+        position = match.end()
+        is_set = bool(match["set"])
+        if is_range and is_set:  # as in [a-\d], where the hyphen stands for itself
+            out[-1] = "\\-"
+        out.append(_plain(match[0]))
+        following = _IN_CLASS.match(pattern, position + 1)
+        may_begin = not is_range and not is_set and pattern.startswith("-", position)
+        is_range = may_begin and following is not None and following[0] != "]"
+        if is_range:
+            out.append("-")
+            position += 1
+    if match is None:
+        raise UnsupportedPatternError("a class without an end")
+    return "".join(out), position + 1
+
+
+def _plain(text: str) -> str:
+    """Return one character of a class, or an escape, in Rust's syntax."""
+    if text.startswith("\\c"):
+        return f"\\x{ord(text[-1]) % 32:02x}"
+    return _IN_RUST.get(text, text)

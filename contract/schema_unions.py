@@ -6,8 +6,8 @@ from typing import Any
 from contract.schema_values import Schema, canonical, properties_of, required_of, types_of, values_of
 
 Resolve = Callable[[Any], Any]
+# Of the schemas, values and names examined in one document; unions beyond it do not count as disjoint.
 MAX_STEPS = 2**19
-"""Limit of the schemas, values and names examined in one document; unions beyond it do not count as disjoint."""
 _MAX_DEPTH = 8
 _SAYS_ITSELF = frozenset(("type", "const", "enum", "properties"))
 
@@ -44,7 +44,11 @@ class Unions:
             return
         try:
             objects = [one for one in self._flat(branches, 0) if _may_be_object(one)]
-            name = next(self._discriminators(union, objects), None)
+            found = union.get("discriminator")
+            named = found.get("propertyName") if isinstance(found, dict) else None
+            # The properties that would distinguish all branches if they were required; the named one first.
+            names = list(self._discriminating_names(objects, 0)) if len(objects) > 1 else []
+            name = min(names, key=lambda name: name != named, default=None)
         except TooManyStepsError:
             return
         for one in objects if name is not None else ():
@@ -102,16 +106,10 @@ class Unions:
             for name in self._discriminating_names(schemas, depth)
         )
 
-    def _discriminators(self, union: Schema, objects: list[Schema]) -> Iterator[str]:
-        """Yield the names of properties that would distinguish all branches if they were required."""
-        found = union.get("discriminator")
-        named = found.get("propertyName") if isinstance(found, dict) else None
-        signs = list(self._discriminating_names(objects, 0)) if len(objects) > 1 else []
-        yield from sorted(signs, key=lambda name: name != named)
-
     def _discriminating_names(self, schemas: list[Any], depth: int) -> Iterator[str]:
         """Yield the names of properties that all schemas have, with disjoint values."""
         first, *others = [properties_of(one) for one in schemas]
+        # A branch that occurs twice is disjoint from nothing.
         if depth >= _MAX_DEPTH or len({id(one) for one in schemas}) < len(schemas):
             return
         for name in first:

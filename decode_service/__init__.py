@@ -1,1 +1,1 @@
-"""A worker that fetches KV blocks and streams tokens."""
+"""The decode role: a worker that fetches the KV of prompts, and streams the tokens of answers."""

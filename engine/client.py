@@ -1,35 +1,48 @@
 """The two interchangeable clients of one engine core: in a thread of this process, or in a process of its own.
 
 ``ProcessClient`` is the default for services: network work never delays a step. Both answer with the same tokens.
+``Delivery`` passes the engine's messages to streams of requests, to ``steps`` and to calls.
 """
 
 import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
 
-from contract.errors import ErrorKind, KvbatonError
+from contract.errors import (
+    ErrorKind,
+    InternalError,
+    InvalidRequestError,
+    KvbatonError,
+    UnavailableError,
+    error_from_kind,
+)
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff
-from engine.connector import ConnectorFactory
-from engine.hosting.delivery import Delivery
+from engine.connecting import Transfers
 from engine.hosting.messages import (
     Abort,
     AbortRequest,
     AddRequest,
     Call,
+    CallResult,
     FromEngine,
+    Health,
     Prepare,
+    Ready,
     Shutdown,
+    StartFailed,
+    StepOutputs,
+    Stopped,
     ToEngine,
     UntilFree,
 )
 from engine.hosting.process import EngineProcess
-from engine.hosting.running import EnginePlan
-from engine.hosting.thread import EngineThread
+from engine.hosting.running import EnginePlan, EngineThread
 from engine.info import EngineInfo
 from engine.scheduling.stats import SchedulerStats
 from engine.settings import EngineSettings
@@ -123,8 +136,118 @@ class EngineLink(Protocol):
         """Wait until the core has ended and all its messages are received; return whether it ended as asked."""
 
 
+@dataclass(frozen=True)
+class _Live:
+    """A choice of a request that has not finished. stream: None if its outputs are delivered by ``steps``."""
+
+    request: EngineRequest
+    stream: asyncio.Queue[EngineOutput] | None
+
+
+class Delivery:
+    """Routes the messages of an engine, and ends every request and call if the engine ends without doing so.
+
+    started: facts about the engine once it is up, or the error that kept it from starting. stats: from its last message.
+    idled: set when it reports its health, which it does while it has nothing to do. calls: the results that are expected, by
+    the ids of their calls.
+    """
+
+    def __init__(self) -> None:
+        self.started: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self.stats = SchedulerStats()
+        self.idled = asyncio.Event()
+        self._live: dict[str, _Live] = {}
+        self.calls: dict[int, asyncio.Future[Any]] = {}
+        self._steps: asyncio.Queue[list[EngineOutput] | None] = asyncio.Queue()
+        self._end: str | None = None
+        self._cause: str | None = None
+
+    def check_open(self) -> None:
+        """Raise UnavailableError after ``close``."""
+        if self._end is not None:
+            raise UnavailableError(self._end)
+
+    def expect(self, request: EngineRequest, stream: asyncio.Queue[EngineOutput] | None) -> None:
+        """Add the receiver of a request's outputs. Raises InvalidRequestError for a request that is live already."""
+        self.check_open()
+        if any(key in self._live for key in request.keys):
+            raise InvalidRequestError(
+                f"request {request.key} is running already; a replay needs a higher attempt"
+            )
+        for choice in request.choices:
+            one = request.of_choice(choice)
+            self._live[one.key] = _Live(one, stream)
+
+    def is_live(self, key: str) -> bool:
+        """Return whether this choice's last output has not come yet."""
+        return key in self._live
+
+    async def steps(self) -> AsyncIterator[list[EngineOutput]]:
+        """Yield the outputs of requests without a stream, one list per step, until the engine ends. For one consumer."""
+        while (outputs := await self._steps.get()) is not None:
+            yield outputs
+
+    def deliver(self, message: FromEngine) -> None:
+        """Route a message. Outputs of unknown requests are dropped."""
+        match message:
+            case Ready(info) if not self.started.done():
+                self.started.set_result(info)
+            case StartFailed(kind, text, param) if not self.started.done():
+                error = error_from_kind(kind, text)
+                error.param = param
+                self.started.set_exception(error)
+            case Stopped(error) if error is not None:
+                self._cause = error
+            case StepOutputs(outputs, stats):
+                self.stats = stats
+                self._deliver_step(outputs)
+            case CallResult(call_id, result, error_kind, error_message):
+                future = self.calls.pop(call_id, None)
+                if future is None or future.done():  # its caller has left
+                    return
+                if error_kind is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error_from_kind(error_kind, error_message or ""))
+            case Health(stats):
+                self.stats = stats
+                self.idled.set()
+
+    def close(self, reason: str, kind: ErrorKind) -> None:
+        """End every request and call that is left with this error: the engine has ended."""
+        if self._end is not None:
+            return
+        reason = f"{reason}: {self._cause}" if self._cause else reason
+        self._end = reason
+        if not self.started.done():
+            self.started.set_exception(InternalError(f"{reason} before it was ready"))
+        self._deliver_step(
+            [EngineOutput.of_error(live.request, kind.value, reason) for live in self._live.values()]
+        )
+        self._steps.put_nowait(None)
+        for future in self.calls.values():
+            if not future.done():
+                future.set_exception(UnavailableError(reason))
+        self.calls.clear()
+
+    def _deliver_step(self, outputs: list[EngineOutput]) -> None:
+        without_stream = []
+        for output in outputs:
+            live = self._live.pop(output.key, None) if output.is_leg_finished else self._live.get(output.key)
+            if live is None:
+                continue
+            if live.stream is None:
+                without_stream.append(output)
+            else:
+                live.stream.put_nowait(output)
+        if without_stream:
+            self._steps.put_nowait(without_stream)
+
+
 class StreamingClient:
     """An EngineClient over a link, made by ``start`` of its two kinds."""
+
+    make_link: ClassVar[type[EngineThread] | type[EngineProcess]]
 
     def __init__(self, link: EngineLink) -> None:
         self.died = asyncio.Event()
@@ -134,6 +257,14 @@ class StreamingClient:
         self._call_ids = itertools.count()
         link.start(self._delivery.deliver)
         self._watch = asyncio.get_running_loop().create_task(self._watch_link())
+
+    @classmethod
+    async def start(
+        cls, settings: EngineSettings, transfers: Transfers | None = None, **options: Any
+    ) -> Self:
+        """Load the model; ``options`` are those of EnginePlan. Raises the error that kept it from starting."""
+        plan = EnginePlan(settings=settings, transfers=transfers, **options)
+        return await cls(cls.make_link(plan)).started()
 
     @property
     def stats(self) -> SchedulerStats:
@@ -189,30 +320,30 @@ class StreamingClient:
 
     async def prepare(self, request: EngineRequest) -> None:
         """See EngineClient."""
-        call_id = next(self._call_ids)
-        is_over = self._delivery.expect_result(call_id)
-        self._link.send(Prepare(call_id, request))
-        await is_over
+        await self._ask(lambda call_id: Prepare(call_id, request))
 
     async def call(self, method: str, *args: Any) -> Any:
         """See EngineClient."""
-        call_id = next(self._call_ids)
-        result = self._delivery.expect_result(call_id)
-        self._link.send(Call(call_id, method, [msgspec.to_builtins(each) for each in args]))
-        return await result
+        plain = [msgspec.to_builtins(each) for each in args]
+        return await self._ask(lambda call_id: Call(call_id, method, plain))
 
     async def until_free(self) -> None:
         """See EngineClient."""
-        call_id = next(self._call_ids)
-        is_free = self._delivery.expect_result(call_id)
-        self._link.send(UntilFree(call_id))
-        await is_free
+        await self._ask(UntilFree)
 
     async def shutdown(self) -> None:
         """See EngineClient."""
         if not self._watch.done():
             self._link.send(Shutdown())
         await asyncio.shield(self._watch)
+
+    async def _ask(self, message_of: Callable[[int], ToEngine]) -> Any:
+        self._delivery.check_open()
+        call_id = next(self._call_ids)
+        # Before it is sent: the answer may come at once.
+        result = self._delivery.calls[call_id] = asyncio.get_running_loop().create_future()
+        self._link.send(message_of(call_id))
+        return await result
 
     def _begin(self, request: EngineRequest, stream: asyncio.Queue[EngineOutput] | None) -> None:
         self._delivery.expect(request, stream)
@@ -229,22 +360,13 @@ class StreamingClient:
 class InProcessClient(StreamingClient):
     """The core steps in a thread of this process."""
 
-    @classmethod
-    async def start(
-        cls, settings: EngineSettings, connector_factory: ConnectorFactory | None = None, **options: Any
-    ) -> Self:
-        """Load the model; ``options`` are those of EnginePlan. Raises the error that kept it from starting."""
-        plan = EnginePlan(settings=settings, connector_factory=connector_factory, **options)
-        return await cls(EngineThread(plan)).started()
+    make_link = EngineThread
 
 
 class ProcessClient(StreamingClient):
-    """The core steps in a process of its own, which dies with this one. ``start`` from the main thread."""
+    """The core steps in a process of its own, which dies with this one. ``start`` from the main thread.
 
-    @classmethod
-    async def start(
-        cls, settings: EngineSettings, connector_factory: ConnectorFactory | None = None, **options: Any
-    ) -> Self:
-        """Start an engine like InProcessClient's; the factory and everything in ``options`` are picklable."""
-        plan = EnginePlan(settings=settings, connector_factory=connector_factory, **options)
-        return await cls(EngineProcess(plan)).started()
+    ``transfers`` and everything in ``options`` are picklable.
+    """
+
+    make_link = EngineProcess

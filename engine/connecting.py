@@ -2,45 +2,55 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from contract.layout import Side
 from contract.requests import EngineRequest, ReceiveTransfer
-from engine.connector import ConnectorFactory, SchedulerConnector, ShowsProgress
-from engine.expecting import ExpectsRequests
+from engine.connector import ConnectorFactory, ConnectorPair
+from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.remote_kv import RemoteKV, TransferStages
 
 if TYPE_CHECKING:
-    from engine.executors.executor import Executor
-
+    from engine.executor import Executor
 TakeFinished = Callable[[], tuple[set[str], set[str]]]
 """Returns the keys of transfers that the ranks have finished since the last call: (sent, received)."""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Everything with which an engine lends and fetches KV: how its connector is opened, and the stages that use it."""
+
+    connect: ConnectorFactory
+    stages: TransferStages
 
 
 class EngineConnector:
     """A connector of which both halves are open; or none, in an engine that sends and receives no KV.
 
     scheduler: the half beside the scheduler. address: "host:port" of the control link, empty without a connector.
+    progress: how far the connector's threads have come; from any thread, without waiting for one.
+    next_arrival: returns when, on the clock, the KV of a request is expected; None if no sender has announced any.
+    has_arrived: returns whether KV has arrived that ``take_finished`` has not returned; from any thread.
     """
 
-    def __init__(
-        self,
-        scheduler: SchedulerConnector | None = None,
-        take_finished: TakeFinished = lambda: (set(), set()),
-        address: str = "",
-    ) -> None:
-        self.scheduler = scheduler
-        self.take_finished = take_finished
-        self.address = address
-        receiver: object = None if scheduler is None else scheduler.receiver
-        self._expecting = receiver if isinstance(receiver, ExpectsRequests) else None
+    def __init__(self, pair: ConnectorPair | None = None, stages: TransferStages | None = None) -> None:
+        self.scheduler = pair.scheduler if pair else None
+        self._stages = stages
+        self.take_finished: TakeFinished = pair.ranks.take_finished if pair else lambda: (set(), set())
+        receiver = pair.scheduler.receiver if pair else None
+        # Not methods that call these, as both are asked around every step (see ``PacedGate``).
+        self.next_arrival: Callable[[], float | None] = receiver.next_arrival if receiver else lambda: None
+        self.has_arrived: Callable[[], bool] = receiver.has_arrived if receiver else lambda: False
+        self.address = pair.address if pair else ""
+        self._expecting = pair.expecting if pair else None
+        self.progress: Callable[[], dict[str, int]] = pair.progress if pair else dict
 
-    def next_arrival(self) -> float | None:
-        """Return when, on the clock, the KV of a request is expected; None if no sender has announced any."""
-        return self.scheduler.receiver.next_arrival() if self.scheduler is not None else None
-
-    def has_arrived(self) -> bool:
-        """Return whether KV has arrived that ``take_finished`` has not returned. From any thread."""
-        return self.scheduler is not None and self.scheduler.receiver.has_arrived()
+    def remote_kv(self, pool: BlockPool, max_length: int, timeout_seconds: float) -> RemoteKV:
+        """Return what the scheduler has of the connector; see ``RemoteKV.over``."""
+        if self.scheduler is None or self._stages is None:
+            return RemoteKV()
+        return RemoteKV.over(self.scheduler, self._stages, pool, max_length, timeout_seconds)
 
     def expect(self, request: EngineRequest) -> None:
         """Ask for the KV of a request that will be added, if it needs any. From any thread."""
@@ -59,10 +69,6 @@ class EngineConnector:
         if self._expecting is not None and isinstance(request.transfer, ReceiveTransfer):
             self._expecting.drop_expected(request.key)
 
-    def progress(self) -> dict[str, int]:
-        """Return how far the connector's threads have come; from any thread, without waiting for one."""
-        return self.scheduler.progress() if isinstance(self.scheduler, ShowsProgress) else {}
-
     def close(self) -> None:
         """Close the half beside the scheduler; the ranks close theirs."""
         if self.scheduler is not None:
@@ -70,18 +76,20 @@ class EngineConnector:
 
 
 def connect(
-    executor: "Executor", factory: ConnectorFactory | None, num_ranks: int, wake: Callable[[], None]
+    executor: "Executor", transfers: Transfers | None, num_ranks: int, wake: Callable[[], None]
 ) -> EngineConnector:
-    """Open both halves of a connector for an executor with an allocated KV cache. factory: None opens none.
+    """Open both halves of a connector for an executor with an allocated KV cache. transfers: None opens none.
 
     Raises SettingError if the connector does not serve ``num_ranks`` ranks.
     """
-    if factory is None:
+    if transfers is None:
         return EngineConnector()
     with ExitStack() as undo:
         model = executor.model_info
-        pair = factory(Side(executor.layout, num_ranks, model.num_kv_heads), model.fingerprint, wake)
-        connector = EngineConnector(pair.scheduler, pair.ranks.take_finished, pair.address)
+        pair = transfers.connect(
+            Side(executor.layout, num_ranks, model.num_kv_heads), model.fingerprint, wake
+        )
+        connector = EngineConnector(pair, transfers.stages)
         undo.callback(connector.close)
         executor.set_connector(pair.ranks)
         undo.pop_all()

@@ -29,7 +29,7 @@ import pkgutil
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ import numpy.typing as npt
 from contract.errors import SettingError
 from contract.layout import KVLayout, Side
 from contract.outputs import TokenLogprobs, TransferReport
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, ReceiveTransfer
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Published:
 
     key: str
     kv_fingerprint: str | None = None
+
+
+NOT_NEEDED_KIND = "not_needed"
+"""The kind of a transfer that ended because the first token was the whole answer; no error."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +172,23 @@ class SchedulerConnector(Protocol):
         """Stop the I/O thread and close every socket."""
 
 
-@runtime_checkable
-class ShowsProgress(Protocol):
-    """A ``SchedulerConnector`` that shows whether its threads work."""
+class ExpectsRequests(Protocol):
+    """A ``ReceiverConnector`` that can begin before a request is added to the scheduler. Called from any thread."""
 
-    def progress(self) -> dict[str, int]:
-        """Return each thread's count, and have each thread count once more after the work that it has now.
+    def connect(self, transfer: ReceiveTransfer, then: Callable[[], None]) -> None:
+        """Connect to a sender, from which a request may come. ``then`` is called when that is over, even if it has failed.
 
-        From any thread, without waiting for one.
+        It is called within this call, or in any thread.
         """
+
+    def expect(self, request: EngineRequest) -> None:
+        """Ask for the KV of a request for which ``start_fetch`` or ``drop_expected`` follows.
+
+        ``take_events`` returns no event of it before. Raises InternalError for one whose KV is being fetched already.
+        """
+
+    def drop_expected(self, key: str) -> None:
+        """Stop fetching for a request that is not added after all; ignores one without ``expect``, or that was added."""
 
 
 class Computed(Protocol):
@@ -194,14 +206,15 @@ class KVMemory(Protocol):
 
     @property
     def memfd(self) -> int | None:
-        """Descriptor of the anonymous file that is the pool, block i at i · block_bytes; sealing it is allowed.
-
-        None where no other process can map the pool.
-        """
+        """Descriptor of the file that is the pool, block i at i · block_bytes; it may be sealed. None: it is not mapped."""
 
     @property
     def pool_view(self) -> memoryview | None:
         """The pool in host memory, block i at i · block_bytes. None on a device, where no view is the pool itself."""
+
+    @property
+    def device_pool(self) -> "DevicePool | None":
+        """This pool, if it is on a device where a library may write it; None in host memory."""
 
     def read_view(self, block_id: int) -> memoryview:
         """Return the bytes of one block, valid at once; on CUDA a host copy of what is computed already."""
@@ -229,8 +242,7 @@ class HostRow(Protocol):
     view: memoryview
 
 
-@runtime_checkable
-class LandsDirectly(KVMemory, Protocol):
+class DevicePool(KVMemory, Protocol):
     """A pool, a tensor, that a library may write without host memory in between; block i is at address + i · block_bytes."""
 
     pool: Any
@@ -259,9 +271,9 @@ class LandsDirectly(KVMemory, Protocol):
     def fold(
         self, block_ids: Sequence[int], start: int, end: int, seeds: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
-        """Return both sums ``[2, n]`` of bytes ``start``..``end`` - 1 of each block (``engine.kv_cache.folding``)."""
+        """Return both sums ``[2, n]`` of bytes ``start``..``end`` - 1 of each block (``engine.kv_cache.memory``)."""
 
-    def landing_area(self, layout: KVLayout, num_blocks: int) -> "LandsDirectly":
+    def landing_area(self, layout: KVLayout, num_blocks: int) -> "DevicePool":
         """Return memory of the same device for so many blocks of a peer's layout, which may be written at once."""
 
     def launch(self, work: Callable[[], None]) -> Computed:
@@ -274,10 +286,10 @@ class LandsDirectly(KVMemory, Protocol):
 class LayerWatch(Protocol):
     """An observer of one forward pass while it runs. None of its methods blocks."""
 
-    def stored(self, num_layers: int) -> None:
+    def on_stored(self, num_layers: int) -> None:
         """Note that the KV of the first ``num_layers`` layers is written; called for each layer, before its attention."""
 
-    def computed(self) -> None:
+    def on_computed(self) -> None:
         """Note that the pass is over. No token is sampled yet."""
 
 
@@ -370,14 +382,18 @@ class SingleRankConnector:
 
 @dataclass(frozen=True)
 class ConnectorPair:
-    """Both sides of a connector.
+    """Both sides of a connector, and what it can do beside the calls that every connector has.
 
-    address: "host:port" of the control link, for the worker's registration.
+    address: "host:port" of the control link, for the worker's registration. expecting: None if it cannot begin before a
+    request is added. progress: returns each thread's count, and has each thread count once more after the work that it has
+    now; called from any thread, without waiting for one. A connector that does not show whether its threads work has none.
     """
 
     scheduler: SchedulerConnector
     ranks: RanksConnector
     address: str
+    expecting: ExpectsRequests | None = None
+    progress: Callable[[], dict[str, int]] = dict
 
 
 ConnectorFactory = Callable[[Side, str, Callable[[], None]], ConnectorPair]

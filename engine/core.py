@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,22 +13,92 @@ from contract.decoding import converter
 from contract.errors import DeadlineError, KvbatonError, NotFoundError, UnsupportedFieldError
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff
-from engine.connecting import connect
-from engine.connector import ConnectorFactory
+from engine.connecting import EngineConnector, Transfers, connect
+from engine.grammar.building import VocabularyLoader, load_vocabulary
 from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.info import EngineInfo
-from engine.scheduling.handing_off import hand_off
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.inspection import check_integrity, counters, debug_state
-from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.requests.finish import RequestStatus
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.waits.grammars import Grammars
 from engine.scheduling.waits.waits import WaitStage
 from engine.settings import EngineSettings
-from engine.startup import ExecutorStart, create_scheduler, describe_engine, start_executor
-from engine.stepping.gate import PacedGate, StepGate
-from engine.stepping.starting import StepStarter
+from engine.startup import (
+    ExecutorStart,
+    create_scheduler,
+    describe_engine,
+    logged_start,
+    start_executor,
+)
+from engine.stepping.gate import PacedGate, StepGate, Work
 
+if TYPE_CHECKING:
+    from engine.executor import Executor
+
+StartedStep = tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]
+"""A step's order, and what waits for its results."""
 _hand_off = converter(HandOff)
+
+
+class StepStarter:
+    """Starts the scheduler's steps on the executor, each with the gate's permission.
+
+    The caller of ``next`` has asked ``StepGate.seconds_to_start``. early_step: the step that has started early, if one has.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: "Executor", connector: EngineConnector, gate: StepGate
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._connector = connector
+        self._gate = gate
+        self.early_step: StartedStep | None = None
+
+    def next(self) -> StartedStep:
+        """Return the step that has started already, or start one."""
+        if (started := self.early_step) is not None:
+            self.early_step = None
+            return started
+        # Twice, because processing the events may start reads that end at once: blocks of a peer on this machine are there
+        # before the next step is planned, and a request that waits for them joins this step instead of the one after it.
+        self._scheduler.on_transfers_finished(*self._connector.take_finished())
+        if self._scheduler.remote_kv.connector.has_work():
+            self._scheduler.process_events()
+            if self._connector.has_arrived():  # read from a peer's memory as soon as it had blocks
+                self._scheduler.on_transfers_finished(*self._connector.take_finished())
+        return self._start(self._scheduler.schedule())
+
+    def run_ahead(self, scheduled: SchedulerOutput, work: Work, may_start: Callable[[], bool]) -> None:
+        """Start the step after ``scheduled``, which is being computed, if it may run ahead and no request will join it."""
+        if not self._executor.runs_ahead or not may_start() or not self._gate.may_run_ahead(work):
+            return
+        if following := self._scheduler.schedule_ahead(scheduled):
+            self.early_step = following, self._executor.begin(following)
+
+    def on_step_end(self, output: ModelRunnerOutput, work: Work, may_start: Callable[[], bool]) -> None:
+        """Start the next step before ``output``, the results of this one, are processed, if they cannot change it."""
+        if self.early_step is not None:
+            # The device computes it from now on.
+            self._scheduler.totals.held_seconds += self._gate.on_start(is_empty=False)
+        elif may_start() and self._gate.may_continue(work):
+            following = self._scheduler.schedule_early(output)
+            self.early_step = self._start(following) if following else None
+
+    def _start(self, scheduled: SchedulerOutput) -> StartedStep:
+        is_empty = not scheduled.total_num_scheduled_tokens
+        is_dummy = is_empty and self._gate.must_compute()
+        self._scheduler.totals.held_seconds += self._gate.on_start(is_empty=is_empty and not is_dummy)
+        finish = self._executor.begin(scheduled)
+        return scheduled, partial(self._finish_dummy, finish) if is_dummy else finish
+
+    def _finish_dummy(self, finish: Callable[[], ModelRunnerOutput]) -> ModelRunnerOutput:
+        """End a step without tokens by an empty forward pass, for the other engines that this one steps with."""
+        output = finish()
+        self._executor.collective_rpc("execute_dummy_batch")
+        self._scheduler.totals.num_dummy_steps += 1
+        return output
 
 
 class EngineCore:
@@ -36,13 +106,14 @@ class EngineCore:
 
     wake: wakes the step loop, from any thread. load_vocabulary: model folder and end tokens → the text of each token;
     called in another thread when the first grammar comes. gate: decides when a step starts; None: a PacedGate. The core
-    answers its questions (``engine.stepping.gate.Work``). stages: see Scheduler.
+    answers its questions (``engine.stepping.gate.Work``). transfers: None in an engine that lends and fetches no KV. stages:
+    see Scheduler.
     """
 
     def __init__(
         self,
         settings: EngineSettings,
-        connector_factory: ConnectorFactory | None = None,
+        transfers: Transfers | None = None,
         *,
         wake: Callable[[], None] = lambda: None,
         start: ExecutorStart = start_executor,
@@ -53,10 +124,12 @@ class EngineCore:
     ) -> None:
         self._clock = clock
         self._wake = wake
-        self._gate = gate or PacedGate(settings.max_hold_share, clock)
+        self.gate = gate or PacedGate(settings.max_hold_share, clock)
         self._is_step_requested = False
-        with ExitStack() as resources:
-            self.executor, num_blocks = start(settings)
+        # Closed in the opposite order, also if a later one fails to start: the connector before the memory that it reads.
+        with logged_start(clock), ExitStack() as resources:
+            resources.callback(self.gate.close)
+            self.executor, num_blocks = start(settings := self.gate.completed(settings))
             resources.callback(self.executor.shutdown)
             model = self.executor.model_info
             compiler = GrammarCompiler(
@@ -65,12 +138,12 @@ class EngineCore:
             resources.callback(compiler.close)
             grammars = Grammars(compiler, settings.max_grammar_bytes, settings.grammar_timeout_seconds, wake)
             self._connector = connect(
-                self.executor, connector_factory, settings.tensor_parallel_size, self._on_connector_event
+                self.executor, transfers, settings.tensor_parallel_size, self._on_connector_event
             )
             resources.callback(self._connector.close)
             self.info = describe_engine(settings, self.executor, num_blocks, self._connector.address)
             self.scheduler = create_scheduler(settings, self.info, self._connector, grammars, stages, clock)
-            self._starter = StepStarter(self.scheduler, self.executor, self._connector, self._gate)
+            self._starter = StepStarter(self.scheduler, self.executor, self._connector, self.gate)
             self.executor.watch(wake)
             self._resources = resources.pop_all()
 
@@ -83,7 +156,7 @@ class EngineCore:
     ) -> dict[int, list[EngineOutput]]:
         """Advance every running request by one token, or by a chunk of its prompt; return outputs by client index.
 
-        While the model computes, ``meanwhile`` is called and the next step is drafted.
+        While the model computes, ``meanwhile`` is called and the next step is prepared.
 
         may_start_early: True means that no input waits, and that none is given while ``step_in_flight``. Then the next step
         may start before the results of this one are processed: on an executor that runs ahead while this one is computed,
@@ -91,16 +164,18 @@ class EngineCore:
         """
         started_at = self._clock()
         self._is_step_requested = False
-        scheduled, finish = self._starter.take()
+        scheduled, finish = self._starter.next()
+        # While the device computes: the outputs of the last step are sent, and the next step is prepared.
         meanwhile()
-        self.scheduler.draft_next(scheduled)
+        self.scheduler.prepare_next(scheduled)
         self._starter.run_ahead(scheduled, self, may_start_early)
         output = finish()
         if output.was_interrupted:
-            self._gate.interrupted()
+            self.gate.on_interrupt()
             return self.scheduler.update_from_output(scheduled, output)
-        self._gate.ended(is_empty=not scheduled.total_num_scheduled_tokens)
-        self._starter.step_ended(output, self, may_start_early)
+        self.gate.on_end(is_empty=not scheduled.total_num_scheduled_tokens)
+        # Before the results are applied, so that the device does not wait for that.
+        self._starter.on_step_end(output, self, may_start_early)
         outputs = self.scheduler.update_from_output(scheduled, output)
         self.scheduler.note_duration(scheduled, self._clock() - started_at)
         return outputs
@@ -108,17 +183,17 @@ class EngineCore:
     @property
     def step_in_flight(self) -> bool:
         """True while the next step has started already: nothing but ``step`` may be called."""
-        return self._starter.step_in_flight
+        return self._starter.early_step is not None
 
     # When the next step starts.
 
     def seconds_to_start(self) -> float | None:
         """Return how long to delay the next step; None while there is none. Call again after every message."""
-        return self._gate.seconds_to_start(self)
+        return self.gate.seconds_to_start(self)
 
     def seconds_to_deadline(self) -> float | None:
         """Return the seconds until a deadline is due, and with it a step; None if there is none."""
-        deadline = self.scheduler.load.next_deadline()
+        deadline = self.scheduler.live.deadlines.next()
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def request_step(self) -> None:
@@ -138,9 +213,9 @@ class EngineCore:
         """Return when, on the clock, the KV of a request is expected; None if unknown."""
         return self._connector.next_arrival()
 
-    def has_answers_only(self) -> bool:
+    def is_decode_only(self) -> bool:
         """Return whether the next step holds answers, and no prompt waits."""
-        return self.scheduler.load.has_answers_only()
+        return self.scheduler.load.is_decode_only()
 
     def seconds_to_pause(self) -> float:
         """Return how long the next step leaves the machine to other clients."""
@@ -148,7 +223,8 @@ class EngineCore:
 
     def _on_connector_event(self) -> None:
         """Restart a young step for a request that has arrived, and wake the loop. From a thread of the connector."""
-        if self._gate.may_interrupt() and self._connector.has_arrived() and self.scheduler.load.has_room():
+        # Only if it can join the step that is restarted: otherwise the answers in it are delayed for nothing.
+        if self.gate.may_interrupt() and self._connector.has_arrived() and self.scheduler.load.has_room():
             self.executor.interrupt()
         self._wake()
 
@@ -167,23 +243,19 @@ class EngineCore:
             self.scheduler.add_request(request)
         except KvbatonError as error:
             self.scheduler.reject(request, error)
-        self._connector.drop_expected(request)
+        self._connector.drop_expected(request)  # ends what ``expect_request`` began for one that was rejected
 
     def abort(self, keys: list[str]) -> None:
         """Abort these requests, whatever their status."""
         self.scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
 
-    def abort_request(self, request_id: str, attempt: int | None, choice: int | None = None) -> None:
-        """Abort a choice of a request (None: all) in all attempts up to ``attempt``, and what they lend."""
-        self.scheduler.abort_request(request_id, attempt, choice)
-
     def hand_off(self, order: HandOff, expires: float) -> None:
-        """Lend the KV of a request that decodes to the worker that continues it; see ``handing_off``.
+        """Lend the KV of a request that decodes to the worker that continues it; see ``LiveRequests.hand_off``.
 
         expires: when, on the monotonic clock of this machine, it is too late. Raises DeadlineError then.
         """
         _check_in_time(order, self._clock() - expires)
-        hand_off(self.scheduler, order)
+        self.scheduler.live.hand_off(order)
 
     def prepare(self, request: EngineRequest, then: Callable[[], None]) -> None:
         """Compile the grammar of a request that may come, and connect to the worker that it comes from.
@@ -192,20 +264,21 @@ class EngineCore:
         rejected; then nothing follows.
         """
         _check(request, self.info)
-        then_wake = partial(_in_turn, then, self._wake)
-        self.scheduler.intake.prepare(request, partial(self._connector.connect, request, then_wake))
+        end = partial(_in_turn, then, self._wake)
+        # One after the other, and the grammar first: its errors are raised here, before a connection is made.
+        self.scheduler.intake.prepare(request, partial(self._connector.connect, request, end))
 
-    def take_urgent(self) -> dict[int, list[EngineOutput]]:
+    def flush_urgent(self) -> dict[int, list[EngineOutput]]:
         """Return the outputs until now, by client index, if one of them is to be sent before the next step."""
         outbox = self.scheduler.live.outbox
-        return outbox.take() if outbox.is_urgent else {}
+        return outbox.flush() if outbox.is_urgent else {}
 
     def call(self, method: str, args: list[Any]) -> Any:
         """Call a utility by name; return its result as plain data. Raises NotFoundError that lists the names."""
         utilities: dict[str, Callable[..., Any]] = {
             "stats": self.scheduler.load.make_stats,
             "debug_state": partial(debug_state, self.scheduler),
-            "counters": partial(counters, self.scheduler),
+            "counters": lambda: counters(self.scheduler) | self.gate.counters(),
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "pid": os.getpid,
             "check_integrity": partial(check_integrity, self.scheduler),
@@ -239,6 +312,7 @@ def _check(request: EngineRequest, info: EngineInfo) -> None:
 
 def _check_in_time(order: HandOff, seconds_late: float) -> None:
     """Raise DeadlineError for an order that came too late."""
+    # It has waited for the end of a step, and its sender may have gone on without it.
     if seconds_late > 0:
         raise DeadlineError(
             f"request {order.key} is not handed off: the order came {seconds_late:.3f} s too late"

@@ -21,8 +21,8 @@ class Mailbox(Generic[_T]):
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
+        # Unlocked when an item may have come since the last look of ``get``.
         self._bell = threading.Lock()
-        """Unlocked when an item may have come since the last look of ``get``."""
 
     @property
     def num_waiting(self) -> int:

@@ -13,6 +13,9 @@ class RankOptions(Options):
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes (on CUDA: devices) of each worker among which weights and KV heads are divided; workers may differ in it."""
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Workers of a group over which the experts of a model are spread, and which make each step together; each of them is a
+    worker like any other to the routers."""
 
 
 class ModelOptions(RankOptions):

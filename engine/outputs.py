@@ -33,11 +33,7 @@ class NewRequestData:
     num_prompt_tokens: int
     num_choices: int = 1
     eos_token_ids: tuple[int, ...] = ()
-    mm_inputs: list[Any] = field(default_factory=list)
-    mm_hashes: list[str] = field(default_factory=list)
-    mm_positions: list[tuple[int, int]] = field(default_factory=list)
     pooling_params: PoolingParams | None = None
-    lora_request: str | None = None
 
 
 @dataclass
@@ -76,21 +72,11 @@ class SchedulerOutput:
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
-    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
-    free_encoder_input_ids: list[tuple[str, int]] = field(default_factory=list)
     structured_output_request_ids: dict[str, int] = field(default_factory=dict)
     grammar_bitmask: NDArray[np.int32] | None = None
     kv_connector_metadata: Any | None = None
-
-    @property
-    def grammar_output(self) -> GrammarOutput | None:
-        """The masks alone, for a rank that has the rest already; None if there are none."""
-        if self.grammar_bitmask is None:
-            return None
-        return GrammarOutput(self.structured_output_request_ids, self.grammar_bitmask)
 
     def add_grammar_output(self, masks: GrammarOutput) -> None:
         """Set the masks of an order that was made without them."""
@@ -136,7 +122,6 @@ class ModelRunnerOutput:
     req_ids: list[str] = field(default_factory=list)
     req_id_to_index: dict[str, int] = field(default_factory=dict)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
-    spec_token_ids: list[list[int]] | None = None
     logprobs: LogprobsLists | None = None
     other_choices: dict[str, OtherChoices] = field(default_factory=dict)
     prompt_logprobs_dict: dict[str, LogprobsLists] = field(default_factory=dict)

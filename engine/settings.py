@@ -12,8 +12,8 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
     """All settings of one engine. Raises SettingError with the name, the value and the allowed range.
 
     kv_cache_bytes: None for a value that is found at start (CPU: min(1 GiB, a quarter of free memory / workers_on_host);
-    CUDA: see ``available_kv_bytes``). tensor_parallel_size: several ranks are processes of
-    their own; threads and (on the host) KV bytes are divided among them. attention_backend: see ``engine.attention.choice``.
+    CUDA: see ``available_kv_bytes``). tensor_parallel_size: several ranks are processes of their own; threads and (on the
+    host) KV bytes are divided among them. attention_backend: see ``engine.attention.backend``.
     """
 
     model: Path
@@ -22,5 +22,11 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
     """The device of the model: auto, cpu, cuda or cuda:INDEX."""
     cores: tuple[int, ...] = ()
     """The cores that compute threads are kept to, one each; empty: any. The caller pins the process itself."""
+    data_parallel_rank: int = Field(default=0, ge=0)
+    """The number of this engine in its group, from 0."""
+    data_parallel_store: str = ""
+    """HOST:PORT of the store at which the group's collectives find each other."""
+    data_parallel_host: str = "127.0.0.1"
+    """Host on which the other engines of the group reach this one's collectives."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0)
     """Silence of a rank within a step, after which the engine ends."""

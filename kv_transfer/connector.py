@@ -13,8 +13,7 @@ from typing import Any
 from contract.errors import ErrorKind, KvbatonError
 from contract.layout import Side
 from engine.connector import ConnectorPair, RanksConnector, SingleRankConnector
-from kv_transfer.control.connecting import ConnectionsAhead
-from kv_transfer.control.early_fetches import EarlyFetches
+from kv_transfer.control.early_fetches import ConnectionsAhead, EarlyFetches
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.control.sending import SendTransfers
@@ -28,10 +27,10 @@ from kv_transfer.ranks.rank_data_group import RankDataGroup
 from kv_transfer.settings import LocalWorker, TransferSettings
 
 logger = logging.getLogger(__name__)
+# Kinds of a link's end that a request ends with unchanged; any other one becomes PEER_UNREACHABLE.
 _LINK_ENDS = frozenset(
     {ErrorKind.WORKER_LOST, ErrorKind.INCOMPATIBLE, ErrorKind.TRANSFER_FAILED, ErrorKind.INTERNAL}
 )
-"""Kinds of a link's end that a request ends with unchanged; any other one becomes PEER_UNREACHABLE."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class TransferFactory:
             control = ControlHalf(worker, links, data)
             connector: RanksConnector
             if isinstance(data, RankData):
+                # Reports may come as soon as peers are served.
                 data.attach(control)
                 control.serve()
                 connector = SingleRankConnector(data.half)
@@ -68,7 +68,9 @@ class TransferFactory:
                 data.attach(control, control.serve)
                 connector = data
             undo.pop_all()
-        return ConnectorPair(control, connector, links.address)
+        return ConnectorPair(
+            control, connector, links.address, expecting=control.receiver, progress=control.progress
+        )
 
 
 class ControlHalf:
@@ -132,7 +134,7 @@ class ControlHalf:
         }
 
     def progress(self) -> dict[str, int]:
-        """See ``ShowsProgress``."""
+        """See ``ConnectorPair``."""
         return {"thread of the control links": self._links.progress(), **self._half.progress()}
 
     def counters(self) -> dict[str, float]:
@@ -154,6 +156,7 @@ class ControlHalf:
         """End what depends on a peer that died, or could not be reached."""
         if ref.is_dialed:
             kind = error.kind if error.kind in _LINK_ENDS else ErrorKind.PEER_UNREACHABLE
+            # The fetches first: when they have stopped their reads, the thread of the source can end.
             source = self.receiver.fetches.link_down(ref, kind, error.message)
             if source is not None:
                 self._half.leave(source)
@@ -165,6 +168,7 @@ class ControlHalf:
 
     def link_message(self, ref: PeerRef, message: msg.Message) -> None:
         """Process a message. The side that dialed fetches, the other one lends; others are dropped and counted."""
+        # Any message shows that the receiver is alive, not only a ping.
         if not ref.is_dialed:
             self.sender.on_heartbeat(ref.boot_id)
         match message:

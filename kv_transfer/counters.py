@@ -43,7 +43,7 @@ class Counters:
             for name, amount in added.items():
                 self._values[name] += amount
 
-    def take(self) -> dict[str, float]:
+    def drain(self) -> dict[str, float]:
         """Return what was counted since the last call; afterwards nothing is."""
         with self._lock:
             taken = dict(self._values)

@@ -23,11 +23,7 @@ class TransferOptions(Options):
     """Seconds that computed KV stays lent to a decode worker from which nothing is received."""
 
 
-def _without_brackets(host: str) -> str:
-    return host.strip("[]")
-
-
-Host = Annotated[str, AfterValidator(_without_brackets)]
+Host = Annotated[str, AfterValidator(lambda host: host.strip("[]"))]
 """A host name or an IP address; brackets around one of IPv6 are removed."""
 
 

@@ -1,4 +1,4 @@
-"""The Python API of kvbaton: ``from kvbaton import LLM, SamplingParams``.
+"""The Python API of kvbaton: ``from kvbaton import LLM, Engine, SamplingParams``.
 
 Importing it loads neither torch nor a model; the names below load their modules at first use.
 """
@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvbaton.engine import Engine
     from kvbaton.llm import LLM
     from kvbaton.outputs import (
         CompletionOutput,
@@ -23,6 +24,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "Engine",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
@@ -35,6 +37,7 @@ _MODULES = {
     "CompletionOutput": "kvbaton.outputs",
     "EmbeddingOutput": "kvbaton.outputs",
     "EmbeddingRequestOutput": "kvbaton.outputs",
+    "Engine": "kvbaton.engine",
     "Logprob": "kvbaton.outputs",
     "RequestOutput": "kvbaton.outputs",
     "SamplingParams": "kvbaton.sampling",

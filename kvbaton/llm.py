@@ -9,11 +9,18 @@ from typing import Any, Literal, Self
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from kvbaton.outputs import EmbeddingRequestOutput, RequestOutput
-from kvbaton.prompts import Prompt, PromptType, parse_conversations, parse_prompts
-from kvbaton.requests import check_all, check_embeddings, embed_all, run_all
+from kvbaton.requests import (
+    Prompt,
+    PromptType,
+    check_all,
+    check_embeddings,
+    embed_all,
+    parse_conversations,
+    parse_prompts,
+    run_all,
+)
 from kvbaton.sampling import SamplingParams
-from kvbaton.service import OfflineService
-from kvbaton.settings import LLMSettings
+from kvbaton.service import LLMSettings, OfflineService
 from launch.arguments import parse, to_arguments
 from launch.progress import progress_bar
 from router.intake.request import EmbeddingRequest, GenerationRequest

@@ -1,4 +1,4 @@
-"""The outputs of ``LLM``, with vLLM's names."""
+"""The outputs of ``LLM`` and ``Engine``, with vLLM's names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class CompletionOutput:
 
     token_ids: its tokens, including the one that ended it. cumulative_logprob, logprobs: the sum over its tokens, and
     for each position the candidates by token id, the sampled one first; None unless requested. finish_reason: "stop" or
-    "length". stop_reason: the stop string or stop token id that ended it; None for the model's own end token; "grammar" with
-    "length" if the grammar allowed no further token.
+    "length"; None while it is not complete. stop_reason: the stop string or stop token id that ended it; None for the
+    model's own end token; "grammar" with "length" if the grammar allowed no further token.
     """
 
     index: int
@@ -42,8 +42,9 @@ class RequestOutput:
     """The answers to one prompt.
 
     prompt: its text; None if it was given as token ids. num_cached_tokens: prompt tokens whose KV was cached. metrics: the
-    latency breakdown in seconds; of several answers that of the slowest. prompt_logprobs: None for the first token, then the
-    candidates by token id, the prompt's own first; None unless requested.
+    latency breakdown in seconds; of several answers that of the slowest. finished: False for answers that ``Engine.step``
+    will continue. prompt_logprobs: None for the first token, then the candidates by token id, the prompt's own first; None
+    unless requested.
     """
 
     request_id: str
@@ -79,10 +80,48 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
+class AnswerSoFar:
+    """Assembles one answer from its deltas."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer) -> None:
+        self._index = index
+        self._tokenizer = tokenizer
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._found: list[float] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._last = Delta()
+
+    def add(self, delta: Delta) -> None:
+        """Add the next delta."""
+        self._text += delta.text
+        for token in delta.tokens:
+            self._token_ids.append(token.token_id)
+            self._logprobs.append(_candidates(token, self._tokenizer))
+            if token.logprobs:
+                self._found.append(token.logprobs.logprob)
+        self._last = delta
+
+    def completion(self) -> CompletionOutput:
+        """Return the answer until now; deltas that are added later do not change it."""
+        reason = self._last.finish_reason
+        return CompletionOutput(
+            index=self._index,
+            text=self._text,
+            token_ids=list(self._token_ids),
+            cumulative_logprob=sum(self._found) if self._found else None,
+            logprobs=list(self._logprobs) if self._found else None,
+            finish_reason=reason.value if reason else None,
+            stop_reason=self._last.stop_reason,
+        )
+
+
 def completions(deltas: Sequence[Delta], tokenizer: Tokenizer) -> list[CompletionOutput]:
     """Assemble the answers from their deltas, in the order of their indices."""
-    indexes = sorted({delta.index for delta in deltas})
-    return [_completion([d for d in deltas if d.index == index], tokenizer) for index in indexes]
+    answers: dict[int, AnswerSoFar] = {}
+    for delta in deltas:
+        answers.setdefault(delta.index, AnswerSoFar(delta.index, tokenizer)).add(delta)
+    return [answers[index].completion() for index in sorted(answers)]
 
 
 def prompt_logprobs(deltas: Sequence[Delta], tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
@@ -93,25 +132,10 @@ def prompt_logprobs(deltas: Sequence[Delta], tokenizer: Tokenizer) -> list[dict[
     return [None, *(_candidates(token, tokenizer) for token in prompt.tokens[1:])]
 
 
-def _completion(deltas: Sequence[Delta], tokenizer: Tokenizer) -> CompletionOutput:
-    tokens = [token for delta in deltas for token in delta.tokens]
-    found = [token.logprobs.logprob for token in tokens if token.logprobs]
-    last = deltas[-1]
-    return CompletionOutput(
-        index=last.index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token.token_id for token in tokens],
-        cumulative_logprob=sum(found) if found else None,
-        logprobs=[_candidates(token, tokenizer) for token in tokens] if found else None,
-        finish_reason=last.finish_reason.value if last.finish_reason else None,
-        stop_reason=last.stop_reason,
-    )
-
-
 def _candidates(token: Token, tokenizer: Tokenizer) -> dict[int, Logprob]:
     ranked = token.logprobs.candidates() if token.logprobs else ()
-    return {one: Logprob(logprob, rank, _written(one, tokenizer)) for one, logprob, rank in ranked}
-
-
-def _written(token_id: int, tokenizer: Tokenizer) -> str:
-    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+    # A token may be a part of a character: what it has no text for is shown as the replacement character.
+    return {
+        one: Logprob(logprob, rank, tokenizer.token_bytes(one).decode("utf-8", "replace"))
+        for one, logprob, rank in ranked
+    }

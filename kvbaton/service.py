@@ -14,16 +14,14 @@ from typing import Any, TypeVar
 
 from contract.errors import UnavailableError
 from contract.identity import Role
-from kvbaton.settings import LLMSettings
 from launch.arguments import parse, to_arguments
-from launch.child_settings import from_file
+from launch.command_settings import from_file
+from launch.kept_process import Facts, ProcessSpec
 from launch.local_cluster import cluster_secret, supervise
 from launch.model import check_model, find_model, model_name
-from launch.processes import local_processes
-from launch.router_processes import ROUTER
-from launch.router_settings import RouterCommand
-from launch.settings import child_environment, variable
-from launch.spec import Facts, ProcessSpec
+from launch.processes import ROUTER, local_processes
+from launch.service_settings import RouterCommand
+from launch.settings import LocalSettings, LogLevel, child_environment, variable
 from launch.supervisor import Supervisor
 from router.pipeline import Pipeline
 from router.service import RouterService
@@ -33,8 +31,22 @@ from text.model_card import ModelCard
 
 T = TypeVar("T")
 _LOOPBACK = "127.0.0.1:0"
-_TIMEOUT_SECONDS = 30 * 24 * 3600.0
+NO_TIMEOUT_SECONDS = 30 * 24 * 3600.0
 _MAX_QUEUE = 2**31
+
+
+class LLMSettings(LocalSettings):
+    """The settings of ``kvbaton up``, with one aggregated worker as the default."""
+
+    log_level: LogLevel = "error"
+    """Lowest level of the workers' log records that are written."""
+
+    @property
+    def pools(self) -> tuple[int, int, int]:
+        """The numbers of prefill, decode and aggregated workers."""
+        if self.prefill is None and self.decode is None and self.both is None:
+            return 0, 0, 1
+        return super().pools
 
 
 class OfflineService:
@@ -49,6 +61,7 @@ class OfflineService:
         self._settings = settings
         self._ready: Future[tuple[Pipeline, ModelCard]] = Future()
         self._is_closed = False
+        # Reentrant: the garbage collector may call ``close`` in a thread that holds it.
         self._closing = threading.RLock()
         # Another kind of loop may not start processes in a group of their own.
         self._loop = asyncio.SelectorEventLoop()
@@ -104,7 +117,7 @@ class OfflineService:
             with cluster_secret(self._settings.secret_file) as secret_file:
                 await self._serve_with(secret_file)
         finally:
-            with self._closing:
+            with self._closing:  # work that is submitted after this would never run
                 self._is_closed = True
 
     async def _serve_with(self, secret_file: Path) -> None:
@@ -116,6 +129,7 @@ class OfflineService:
             await stopped.wait()
 
         try:
+            # The router runs already when the workers are started, so each gets its address at once.
             await router.start(has_public_ports=False)
             specs = _workers(self._settings, self._model, secret_file, router.addresses.as_dict())
             await supervise(Supervisor(specs), self._stopped, announce)
@@ -125,7 +139,7 @@ class OfflineService:
 
 def _router_settings(settings: LLMSettings, model: Path, secret_file: Path) -> RouterSettings:
     """Return the settings of a router of ``kvbaton up``, without limits that only a service with many clients needs."""
-    unlimited = {"request_timeout_seconds": _TIMEOUT_SECONDS, "max_queue": _MAX_QUEUE}
+    unlimited = {"request_timeout_seconds": NO_TIMEOUT_SECONDS, "max_queue": _MAX_QUEUE}
     environment = child_environment(unlimited | from_file(settings, Role.ROUTER))
     names = (name for name in RouterSettings.model_fields if variable(name) in environment)
     own = {

@@ -17,7 +17,7 @@ from contract.options import allowed, describe, reason_of
 from launch.command_settings import NEVER_IN_A_FILE, all_setting_names, setting_names
 from launch.settings import refuse_unknown_variables, variable
 from serving.settings import FLAG, Settings, Sources
-from serving.settings_file import SettingsFile, is_secret, read_settings_file
+from serving.settings_file import is_secret, read_settings_file
 
 S = TypeVar("S", bound=Settings)
 
@@ -26,29 +26,23 @@ class _Parser(argparse.ArgumentParser):
     """Raises SettingError instead of printing the usage and ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise SettingError(f"{_without_values(message)} (see {self.prog} --help)")
+        words = message.removeprefix(_UNKNOWN).split(" ")
+        dashes = tuple(_DASHES)
+        if message.startswith(_UNKNOWN) and any(word.startswith(dashes) for word in words):
+            # Without the values of unknown flags: one may be a key after a mistyped name.
+            message = _UNKNOWN + " ".join(
+                re.sub("=.*", "=***", word, flags=re.DOTALL) if word.startswith(dashes) else "***"
+                for word in words
+            )
+        raise SettingError(f"{message} (see {self.prog} --help)")
 
 
 _UNKNOWN = "unrecognized arguments: "
 _SHORT = {"--json": "--as-json", "--deadline": "--deadline-seconds"}
 """Flags whose names cannot be names of settings, and what they stand for where a command has that setting."""
+_END = "--"
+"""The word behind which no flag follows: what begins with a dash there is a value, as the prompt of ``run``."""
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
-
-
-def _without_values(message: str) -> str:
-    """Return argparse's message without the values of unknown flags: one may be a key after a mistyped name."""
-    if not message.startswith(_UNKNOWN):
-        return message
-    words = message.removeprefix(_UNKNOWN).split(" ")
-    if not any(word.startswith(tuple(_DASHES)) for word in words):
-        return message
-    shown = [_flag_name(word) if word.startswith(tuple(_DASHES)) else "***" for word in words]
-    return _UNKNOWN + " ".join(shown)
-
-
-def _flag_name(word: str) -> str:
-    name, equals, _ = word.partition("=")
-    return f"{name}=***" if equals else name
 
 
 def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
@@ -62,19 +56,24 @@ def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
     refuse_unknown_variables(
         settings_class.model_fields, lambda: NEVER_IN_A_FILE.union(*all_setting_names().values())
     )
-    written = _flags_in(settings_class, arguments)
-    _refuse_values_of_switches(settings_class, arguments)
-    arguments = [_with_dashes(settings_class, word) for word in arguments]
+    end = arguments.index(_END) if _END in arguments else len(arguments)
+    words = arguments[:end]
+    # Before the dashes: an error repeats what the user has typed.
+    written = _flags_in(settings_class, words)
+    _refuse_values_of_switches(settings_class, words)
+    arguments = [*(_with_dashes(settings_class, word) for word in words), *arguments[end:]]
     command = prog.split()[1]
     origins: dict[str, str] = {}
     try:
         flags = source(args=list(arguments))()
         _refuse_secrets(settings_class, flags)
         variables = EnvSettingsSource(settings_class)()
-        file = _file(flags.get("config") or variables.get("config"))
+        path = flags.get("config") or variables.get("config")
+        file = read_settings_file(Path(path), all_setting_names()) if path else None
         given = file.given(command, setting_names(command)) if file else {}
         origins |= {name: given[name].place for name in given}
         origins |= {name: variable(name) for name in variables} | dict.fromkeys(flags, FLAG)
+        # Only what nothing else gives: a wrong value in the file that a flag replaces is no error.
         from_file = {name: given[name].value for name in given if origins[name] == given[name].place}
         _refuse_booleans(settings_class, from_file, origins)
         settings = CliApp.run(
@@ -93,10 +92,10 @@ def _with_dashes(settings_class: type[Settings], word: str) -> str:
     """Return the flag of a setting that is short, or written with underscores as in files and variables; else the word."""
     given, equals, value = word.partition("=")
     name = _SHORT.get(given, given)
-    if (
-        not name.startswith("--")
-        or name[2:].replace("-", "_").removeprefix("no_") not in settings_class.model_fields
-    ):
+    bare = name[2:].replace("-", "_")
+    fields = settings_class.model_fields
+    switch = fields.get(bare.removeprefix("no_"))
+    if not name.startswith("--") or not (bare in fields or (switch and switch.annotation is bool)):
         return word
     return f"{name.replace('_', '-')}{equals}{value}"
 
@@ -123,7 +122,7 @@ def _refuse_values_of_switches(settings_class: type[Settings], arguments: Sequen
     A word behind a switch may also be the argument of a command that has one without a flag.
     """
     has_positional = any(map(is_positional, settings_class.model_fields.values()))
-    for word, following in pairwise([*arguments, "--"]):
+    for word, following in pairwise([*arguments, _END]):
         for name, flag in _flags_in(settings_class, [word]).items():
             is_switch = settings_class.model_fields[name].annotation is bool
             if is_switch and ("=" in word or not (has_positional or following.startswith("-"))):
@@ -152,7 +151,7 @@ def _command_line(settings_class: type[Settings], prog: str) -> CliSettingsSourc
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
             prog, max_help_position=30, width=110
         ),
-        allow_abbrev=False,
+        allow_abbrev=False,  # else a new setting could change what an old command line means
     )
     return CliSettingsSource[Any](
         settings_class,
@@ -163,10 +162,6 @@ def _command_line(settings_class: type[Settings], prog: str) -> CliSettingsSourc
         cli_exit_on_error=False,
         cli_shortcuts=settings_class.model_config.get("cli_shortcuts"),
     )
-
-
-def _file(path: str | None) -> SettingsFile | None:
-    return read_settings_file(Path(path), all_setting_names()) if path else None
 
 
 def _refuse_secrets(settings_class: type[Settings], flags: Iterable[str]) -> None:
@@ -196,14 +191,14 @@ def _refuse_booleans(
 
 def to_arguments(values: Mapping[str, Any]) -> list[str]:
     """Return the flags for these settings: None is left out, True is ``--name``, False is ``--no-name``."""
-    return [word for name, value in values.items() if value is not None for word in _flag(name, value)]
-
-
-def _flag(name: str, value: object) -> Iterable[str]:
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return (f"--{flag}" if value else f"--no-{flag}",)
-    return (f"--{flag}", str(value))
+    words = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return words
 
 
 def _explain(
@@ -220,21 +215,15 @@ def _explain(
         name = str(problem["loc"][0])
         field = settings_class.model_fields.get(name)
         line = describe(problem, field, is_secret=is_secret(name))
-        how = _how_to_set(name, field, written)
+        usual = name.upper() if field and is_positional(field) else f"--{name.replace('_', '-')}"
+        # A secret cannot be given as a flag.
+        how = variable(name) if is_secret(name) else f"{written.get(name, usual)} or {variable(name)}"
         if problem["type"] == "missing":
             lines.append(f"{line}; give {how}")
             continue
         place = origins.get(name, "")
         lines.append(f"{line} ({how if place in ('', FLAG) else place})")
     return "; ".join(lines)
-
-
-def _how_to_set(name: str, field: FieldInfo | None, written: Mapping[str, str]) -> str:
-    if is_secret(name):
-        return variable(name)
-    usual = name.upper() if field and is_positional(field) else f"--{name.replace('_', '-')}"
-    flag = written.get(name, usual)
-    return f"{flag} or {variable(name)}"
 
 
 def is_positional(field: FieldInfo) -> bool:

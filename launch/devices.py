@@ -38,7 +38,12 @@ def num_gpus(
     visible: CUDA_VISIBLE_DEVICES. library: see ``visible_gpus_of``; without it the files of ``device_files`` are counted.
     has_cpu_build: torch is built for the CPU, which can use none; None: as it is installed.
     """
-    if _has_cpu_build() if has_cpu_build is None else has_cpu_build:
+    if has_cpu_build is None:
+        try:
+            has_cpu_build = version("torch").endswith("+cpu")
+        except PackageNotFoundError:
+            has_cpu_build = True
+    if has_cpu_build:
         return 0
     gpus = visible_gpus_of(visible, library)
     if gpus is not None:
@@ -64,19 +69,12 @@ def _count_files(visible: str | None, folder: Path) -> int:
         return num_there
     chosen = set[str]()
     for name in filter(None, map(str.strip, visible.split(","))):
-        if name.startswith("MIG-"):
+        if name.startswith("MIG-"):  # CUDA shows one of them to a process, however many are listed
             return 1
         if not name.startswith("GPU-") and not (name.isdigit() and int(name) < num_there):
             break
         chosen.add(name)
     return min(len(chosen), num_there)
-
-
-def _has_cpu_build() -> bool:
-    try:
-        return version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return True
 
 
 def parse_devices(text: str) -> list[int]:
@@ -124,8 +122,11 @@ def place_workers(
             raise _too_few("tensor_parallel_size", num_ranks[role], f"this machine has {num_devices}")
         starts[role] = []
         for _ in range(count):
-            first = _next_group(taken, num_ranks[role], num_devices)
-            taken = first + num_ranks[role]
+            # The next whole group behind those that are taken; behind the last one, the first again.
+            size = num_ranks[role]
+            first = -(-taken // size) * size
+            first = first if first + size <= num_devices else 0
+            taken = first + size
             starts[role].append(first)
     users = Counter(
         first + rank for role, firsts in starts.items() for first in firsts for rank in range(num_ranks[role])
@@ -139,26 +140,18 @@ def place_workers(
     }
 
 
-def _next_group(taken: int, size: int, num_devices: int) -> int:
-    """Return the first GPU of the next group of ``size`` behind those that are taken; behind the last, the first again."""
-    first = -(-taken // size) * size
-    return first if first + size <= num_devices else 0
-
-
 def _groups_of(role: Role, own: Sequence[int], num_devices: int, size: int) -> list[int]:
-    """Return the first GPU of each group of a role's own list. Raises SettingError for a GPU that is not there."""
+    """Return the first GPU of each group of ``size`` in a role's list that are side by side, without overlap.
+
+    Raises SettingError for a GPU that is not there.
+    """
     name = f"{role.value}_devices"
     if missing := [number for number in own if number >= num_devices]:
         raise SettingError(
             f"{name} has GPU {missing[0]}, and this machine has {num_devices} GPUs", param=name
         )
-    return _groups(own, size)
-
-
-def _groups(numbers: Sequence[int], size: int) -> list[int]:
-    """Return the first GPU of each group of ``size`` that are side by side, without overlap."""
     firsts = list[int]()
-    available = sorted(numbers)
+    available = sorted(own)
     while available:
         first = available.pop(0)
         others = list(range(first + 1, first + size))

@@ -1,21 +1,21 @@
-"""Runs a router and its workers on this machine until a signal or an event."""
+"""Runs a router and its workers on this machine until a signal or an event; ``local_service`` does it in a thread."""
 
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from contract.identity import new_secret
 from contract.run_folder import RunFolder
-from launch.kept_process import Listener
+from launch.kept_process import Facts, Listener
 from launch.memory_plan import check_memory
 from launch.model import check_model, find_model
-from launch.processes import local_processes
+from launch.processes import ROUTER, local_processes
 from launch.settings import LocalSettings
-from launch.spec import Facts
 from launch.supervisor import Supervisor
-from serving.signals import StopEvent, until_stopped
+from serving.signals import StopEvent, result_of, until_stopped
 
 WhenReady = Callable[[dict[str, Facts], asyncio.Event], Awaitable[None]]
 
@@ -28,6 +28,7 @@ def cluster_secret(given: Path | None) -> Iterator[Path]:
         return
     with RunFolder("secret") as folder:
         path = folder.path / "secret"
+        # The mode is set when the file is made: with a later chmod, other users could open it in between.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as stream:
             stream.write(new_secret())
@@ -89,17 +90,55 @@ async def supervise(supervisor: Supervisor, stopped: asyncio.Event, when_ready: 
     """Run a supervisor and await ``when_ready`` as ``serve_until`` does."""
     at_once = stopped.at_once if isinstance(stopped, StopEvent) else None
     run = asyncio.create_task(supervisor.run(stopped, at_once))
-    use = asyncio.create_task(_use(supervisor, when_ready, stopped))
+
+    async def use_when_ready() -> None:
+        await when_ready(await supervisor.wait_ready(), stopped)
+
+    use = asyncio.create_task(use_when_ready())
     try:
         await asyncio.wait({run, use}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopped.set()
         use.cancel()
+        # Both are awaited: no process may be left, and the supervisor's error comes first, as it explains the other.
         results = await asyncio.gather(run, use, return_exceptions=True)
     for result in results:
         if isinstance(result, Exception):
             raise result
 
 
-async def _use(supervisor: Supervisor, when_ready: WhenReady, stopped: asyncio.Event) -> None:
-    await when_ready(await supervisor.wait_ready(), stopped)
+@contextmanager
+def local_service(settings: LocalSettings) -> Iterator[Facts]:
+    """Run a service within the block and yield the facts of its router; every process is stopped afterwards.
+
+    Ctrl-C reaches the caller, not the processes of the service. Raises the errors of ``find_model`` and
+    ``serve_until``, at the latest at the end of the block.
+    """
+    model = find_model(settings.model)
+    ready: Future[Facts] = Future()
+    stop: Future[Callable[[], object]] = Future()
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        stopped = asyncio.Event()
+        stop.set_result(lambda: loop.call_soon_threadsafe(stopped.set))
+
+        async def announce(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
+            ready.set_result(facts[ROUTER])
+            await stopped.wait()
+
+        await serve_until(stopped, settings, model, announce)
+
+    def fail(served: Future[None]) -> None:
+        if not ready.done():
+            ready.set_exception(served.exception() or asyncio.CancelledError())
+
+    with ThreadPoolExecutor(1, "local-service") as thread:
+        served = thread.submit(lambda: asyncio.run(serve()))
+        served.add_done_callback(fail)
+        try:
+            yield result_of(ready)
+        finally:
+            with suppress(RuntimeError):  # it has ended already
+                stop.result()()
+    served.result()

@@ -2,14 +2,13 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from contract.errors import SettingError
-from launch.child_settings import from_file
-from launch.devices import DevicePlace, num_gpus
+from launch.command_settings import from_file
+from launch.devices import num_gpus
 from launch.model import find_model
 from launch.processes import worker_places
 from launch.settings import LocalSettings
@@ -92,31 +91,24 @@ def plan_workers(settings: LocalSettings, num_devices: int) -> list[WorkerPlan]:
     plans = list[WorkerPlan]()
     for role, own in worker_places(settings, num_devices).items():
         given = from_file(settings, role, is_logged=False) if own else {}
-        plans += [
-            _plan(f"{role.value}-{index}", settings, place, given, num_devices)
-            for index, place in enumerate(own)
-        ]
+        num_ranks = int(given.get("tensor_parallel_size", settings.tensor_parallel_size))
+        pool = given.get("kv_cache_bytes", settings.kv_cache_bytes)
+        for index, place in enumerate(own):
+            device = str(given.get("device", place.device or settings.device))
+            if device == "cuda" or (device == "auto" and num_devices):
+                device = "cuda:0"
+            _, _, first = device.partition(":")
+            plan = WorkerPlan(
+                name=f"{role.value}-{index}",
+                device=device,
+                gpus=tuple(range(int(first), int(first) + num_ranks)) if first else (),
+                num_ranks=num_ranks,
+                num_sharing=place.num_sharing,
+                pool_bytes=None if pool is None else int(pool),
+                utilization=float(given.get("gpu_memory_utilization", settings.gpu_memory_utilization)),
+            )
+            plans.append(plan)
     return plans
-
-
-def _plan(
-    name: str, settings: LocalSettings, place: DevicePlace, given: Mapping[str, Any], num_devices: int
-) -> WorkerPlan:
-    device = str(given.get("device", place.device or settings.device))
-    if device == "cuda" or (device == "auto" and num_devices):
-        device = "cuda:0"
-    num_ranks = int(given.get("tensor_parallel_size", settings.tensor_parallel_size))
-    pool = given.get("kv_cache_bytes", settings.kv_cache_bytes)
-    _, _, first = device.partition(":")
-    return WorkerPlan(
-        name=name,
-        device=device,
-        gpus=tuple(range(int(first), int(first) + num_ranks)) if first else (),
-        num_ranks=num_ranks,
-        num_sharing=place.num_sharing,
-        pool_bytes=None if pool is None else int(pool),
-        utilization=float(given.get("gpu_memory_utilization", settings.gpu_memory_utilization)),
-    )
 
 
 def weight_bytes(model: Path) -> int:
@@ -156,12 +148,18 @@ def table(plans: Sequence[WorkerPlan], weights: int, memory: Sequence[int] | Non
 
 
 def _memory_of(plan: WorkerPlan, weights: int, memory: Sequence[int] | None) -> str:
+    others = (
+        f"shared by {plan.num_sharing} workers"
+        if plan.gpus
+        else f"{plan.num_sharing} workers on this machine"
+    )
+    sharing = "" if plan.num_sharing == 1 else f", {others}"
     if plan.pool_bytes is not None:
-        return f"KV pool {gib(plan.pool_bytes)} (kv_cache_bytes){_sharing(plan)}"
+        return f"KV pool {gib(plan.pool_bytes)} (kv_cache_bytes){sharing}"
     if not plan.device.startswith("cuda"):
-        return f"KV pool found at start: at most 1 GiB, and a quarter of free host memory{_sharing(plan)}"
+        return f"KV pool found at start: at most 1 GiB, and a quarter of free host memory{sharing}"
     share = plan.utilization / plan.num_sharing
-    text = f"{share:.0%} of its memory{_sharing(plan)}"
+    text = f"{share:.0%} of its memory{sharing}"
     if memory is None or not plan.gpus or plan.gpus[-1] >= len(memory):
         return text
     num_bytes = int(min(memory[gpu] for gpu in plan.gpus) * share)
@@ -170,16 +168,6 @@ def _memory_of(plan: WorkerPlan, weights: int, memory: Sequence[int] | None) -> 
     if rest <= 0:
         return f"{text}: {gib(num_bytes)}{each}, less than the weights"
     return f"{text}: {gib(num_bytes)}{each}, of which about {gib(rest)} for KV and steps"
-
-
-def _sharing(plan: WorkerPlan) -> str:
-    if plan.num_sharing == 1:
-        return ""
-    return (
-        f", shared by {plan.num_sharing} workers"
-        if plan.gpus
-        else f", {plan.num_sharing} workers on this machine"
-    )
 
 
 def gib(num_bytes: int) -> str:

@@ -71,7 +71,7 @@ def check_model(settings: LocalSettings, folder: Path) -> None:
     # Imported here: a router's installation has no engine, and settings of commands import this module.
     from engine.models.served import examine
     from engine.settings import EngineSettings
-    from launch.child_settings import from_file
+    from launch.command_settings import from_file
 
     checked = list[EngineSettings]()
     for role, count in zip(_WORKERS, settings.largest_pools, strict=True):

@@ -1,25 +1,32 @@
-"""Lists the processes that ``up`` and the library start, with their flags."""
+"""Lists the processes that ``up`` and the library start, with their flags.
+
+There is one router, or several that share the ports for clients or have ports of their own (``RouterPorts``).
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contract.addresses import local_address
+from contract.addresses import join_address, local_address, split_address
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.arguments import to_arguments
-from launch.child_settings import from_file
-from launch.command_settings import command_setting_names
+from launch.command_settings import command_setting_names, from_file
 from launch.devices import DevicePlace, num_gpus, place_workers
+from launch.kept_process import Facts, ProcessSpec
 from launch.model import model_name
-from launch.router_processes import LOOPBACK, ROUTER, RouterPorts, router_names
 from launch.settings import LocalSettings, available_cores, child_environment
-from launch.spec import Facts, ProcessSpec
 from worker.cores import show_cores
 from worker.options import WorkerOptions
 from worker.settings import visible_gpus
 
+ROUTER = "router"
+"""The name of the first router; the others are router-1, router-2, ..."""
+LOOPBACK = "127.0.0.1:0"
+_FOR_CLIENTS = ("http", "grpc")
+_ADDRESSES = (*_FOR_CLIENTS, "internal", "admin")
 _COMMAND = "cli.main"
 """Module of the ``kvbaton`` command, which each process runs; it is never imported here."""
 _NVIDIA = Path("/dev/nvidiactl")
@@ -59,22 +66,28 @@ def local_processes(
         "admin": LOOPBACK,
     }
     given = {**(router_defaults or {}), **from_file(settings, Role.ROUTER)}
+    # The folder may be that of a running service, and one process alone may write it.
     if not settings.keeps_files:
         given.pop("files_dir", None)
     routers = router_names(settings)
     specs = _routers(settings, shared, given)
+    may_use_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and _NVIDIA.exists())
     # Operators of the routers are those of the workers: without this, a worker would ask for no key.
     of_all = {name: given[name] for name in ("admin_keys_file",) if name in given}
     for role, count in pools.items():
         given = of_all | from_file(settings, role) if count else {}
-        flags = _without({**worker_flags, "nice": _nice(role, settings)}, given)
+        nice = None
+        if role is Role.PREFILL and not may_use_gpu:  # on shared cores decoding has precedence over prompts
+            nice = settings.usual_prefill_nice if settings.prefill_nice is None else settings.prefill_nice
+        flags = _without({**worker_flags, "nice": nice}, given)
         for index in range(count):
             worker = f"{role.value}-{index}"
-            cores_flag = _without({"cores": next(own_cores, None)}, given)
-            place_flags = _place_flags(places[role][index], given)
-            command = _worker_command(
-                role, routers, {**flags, **cores_flag, **place_flags, "worker_id": worker}
-            )
+            place = places[role][index]
+            own: dict[str, Any] = {"cores": next(own_cores, None)}
+            if place.device is not None:  # else all workers have the device that was set, among their flags
+                own["device"] = place.device
+            fixed = {"workers_on_host": place.num_sharing, "worker_id": worker}
+            command = _worker_command(role, routers, {**flags, **_without(own, given), **fixed})
             specs.append(_spec(worker, role, routers, command, given, settings))
     return specs
 
@@ -116,20 +129,15 @@ def _spec(
     settings: LocalSettings,
 ) -> ProcessSpec:
     """Return the spec of one process. given: what the settings file has for its role."""
+    # Without files_dir: the router gets it as a flag, or must not have it (``keeps_files``).
+    names = [each for each in command_setting_names(role.value) if each != "files_dir"]
     return ProcessSpec(
         name,
         role,
         command,
         needs=needs,
-        env=_environment(role, given),
+        env=child_environment(given, names),
         drain_seconds=float(given.get("drain_seconds", settings.drain_seconds)),
-    )
-
-
-def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
-    """Return a process's environment; ``files_dir`` is not in it, since the router gets it as a flag."""
-    return child_environment(
-        given, [name for name in command_setting_names(role.value) if name != "files_dir"]
     )
 
 
@@ -164,23 +172,6 @@ def num_ranks(settings: LocalSettings, role: Role) -> int:
     return int(given.get("tensor_parallel_size", settings.tensor_parallel_size))
 
 
-def _place_flags(where: DevicePlace, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags for a worker's place; a device in the settings file for its role stays."""
-    placed = {} if where.device is None else _without({"device": where.device}, given)
-    return {**placed, "workers_on_host": where.num_sharing}
-
-
-def _nice(role: Role, settings: LocalSettings) -> int | None:
-    """Return the niceness of a worker: on shared cores decoding has precedence over prompts."""
-    if role is not Role.PREFILL or _may_use_gpu(settings):
-        return None
-    return settings.usual_prefill_nice if settings.prefill_nice is None else settings.prefill_nice
-
-
-def _may_use_gpu(settings: LocalSettings) -> bool:
-    return settings.device.startswith("cuda") or (settings.device == "auto" and _NVIDIA.exists())
-
-
 def _cores_of_each(cores: Sequence[int], num_threads: int, num_workers: int) -> list[str]:
     if num_threads * num_workers > len(cores):
         raise SettingError(
@@ -200,11 +191,12 @@ def _router_command(
     def command(known: Mapping[str, Facts]) -> list[str]:
         files_dir = settings.files_dir if settings.keeps_files else None
         known_here = command_setting_names(Role.ROUTER)
+        # A setting that both have, as drain_seconds, is given to both.
         options = {name: value for name, value in _given_options(settings).items() if name in known_here}
         goals = {name: getattr(settings, name) for name in _GOALS if name in settings.model_fields_set}
         own = {**shared, **options, **goals, "files_dir": files_dir}
         fixed = {"reuse_port": True} if settings.shares_ports else {}
-        return _python(Role.ROUTER, {**_without(own, given), **addresses.of(name, known), **fixed})
+        return role_command(Role.ROUTER, {**_without(own, given), **addresses.of(name, known), **fixed})
 
     return command
 
@@ -224,12 +216,52 @@ def _without(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def _worker_command(
     role: Role, routers: Sequence[str], flags: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Facts]], list[str]]:
+    # The routers' ports are free ones, which are known only when a worker is started.
     def command(known: Mapping[str, Facts]) -> list[str]:
         addresses = ",".join(local_address(known[name]["internal"]) for name in routers)
-        return _python(role, {**flags, "router": addresses})
+        return role_command(role, {**flags, "router": addresses})
 
     return command
 
 
-def _python(role: Role, flags: Mapping[str, Any]) -> list[str]:
+def role_command(role: Role, flags: Mapping[str, Any]) -> list[str]:
+    """Return the command that runs one process of a role, with these settings as flags."""
     return [sys.executable, "-P", "-m", _COMMAND, role.value, *to_arguments(flags)]
+
+
+def router_names(settings: LocalSettings) -> tuple[str, ...]:
+    """Return the names of all routers, the first one first."""
+    return (ROUTER, *(f"{ROUTER}-{number}" for number in range(1, settings.num_routers)))
+
+
+@dataclass(frozen=True)
+class RouterPorts:
+    """Decides the addresses of each router. given: addresses that the settings file has for routers."""
+
+    settings: LocalSettings
+    given: Mapping[str, Any]
+
+    def of(self, name: str, known: Mapping[str, Facts]) -> dict[str, str]:
+        """Return the flags for a router's addresses. One that was ready before keeps its own.
+
+        Routers with ports of their own count up from the first one's; a port 0 stays 0. The ports for clients may be shared:
+        the first router chooses them then.
+        """
+        if name in known:  # workers and clients have these addresses already
+            return {kind: known[name][kind] for kind in _ADDRESSES}
+        own = {
+            "http": self.settings.http,
+            "grpc": self.settings.grpc,
+            "internal": LOOPBACK,
+            "admin": LOOPBACK,
+        }
+        if name == ROUTER:
+            return {kind: address for kind, address in own.items() if kind not in self.given}
+        number = int(name.removeprefix(f"{ROUTER}-"))
+        found = {}
+        for kind, address in own.items():
+            host, port = split_address(self.given.get(kind, address))
+            found[kind] = join_address(host, port + number if port else 0)
+        if self.settings.shares_ports:
+            found |= {kind: known[ROUTER][kind] for kind in _FOR_CLIENTS}
+        return found

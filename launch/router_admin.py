@@ -18,8 +18,6 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10.0, sock_connect=5.0)
 _LEASE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 """A frozen router must not hold up the decision about the others for longer."""
 _KEY_HINT = "give an admin key of the router as KVBATON_ADMIN_KEY"
-
-
 _SILENT_SECONDS = 2.0
 """The time after which a router that does not answer is shown as such, when another one has answered."""
 _STATES = ("changing", "draining", "empty", "serving", "starting", "leaving")
@@ -62,6 +60,11 @@ class RouterAdmin:
         path = f"/admin/workers/{quote(worker, safe='')}/{verb}"
         return await self._request("POST", path, given)
 
+    async def reset_prefix_cache(self) -> list[str]:
+        """Let all workers drop their prefix caches; return their ids. Raises what ``pool`` raises, also if one does not."""
+        reply = await self._request("POST", "/admin/reset_prefix_cache")
+        return [str(name) for name in reply["workers"]]
+
     async def report_scaling(self, report: ScalingReport) -> None:
         """Send a decision of the autoscaler, which the router publishes. Raises what ``pool`` raises."""
         await self._request("PUT", "/admin/scaling", body=msgspec.json.encode(report))
@@ -77,14 +80,9 @@ class RouterAdmin:
 
     async def metrics(self) -> str:
         """Return the router's metrics in Prometheus' text format. Raises UnavailableError if it does not answer."""
-        url = f"http://{self.address}/metrics"
-        try:
-            async with self._session.get(url, timeout=_TIMEOUT) as response:
-                text = await response.text(errors="replace")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UnavailableError(f"no router answers at {self.address}: {_reason(error)}") from error
-        if response.status != 200:
-            raise UnavailableError(f"{url} answers with status {response.status}")
+        status, text = await self._send("GET", "/metrics")
+        if status != 200:
+            raise UnavailableError(f"http://{self.address}/metrics answers with status {status}")
         return text
 
     async def _request(
@@ -95,25 +93,41 @@ class RouterAdmin:
         body: bytes | None = None,
         limit: aiohttp.ClientTimeout = _TIMEOUT,
     ) -> dict[str, Any]:
-        url = f"http://{self.address}{path}"
-        try:
-            async with self._session.request(method, url, params=query, data=body, timeout=limit) as response:
-                status = response.status
-                reply = _parsed(await response.text(errors="replace"))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UnavailableError(f"no router answers at {self.address}: {_reason(error)}") from error
+        status, text = await self._send(method, path, query, body, limit)
+        reply = _parsed(text)
         if reply is None:
             raise UnavailableError(
                 f"{self.address} is not the admin port of a router: it answers {method} {path} with status {status}"
             )
         if status in (200, 202):
             return reply
-        message = f"router {self.address}: {_message(reply)}"
+        error = reply.get("error")
+        reason = error["message"] if isinstance(error, dict) and "message" in error else "an unknown error"
+        message = f"router {self.address}: {reason}"
         if status == 401:
             raise UnauthenticatedError(f"{message}; {_KEY_HINT}")
         if status == 404:
             raise NotFoundError(message)
         raise KvbatonError(message)
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        limit: aiohttp.ClientTimeout = _TIMEOUT,
+    ) -> tuple[int, str]:
+        """Return status and text of the answer."""
+        url = f"http://{self.address}{path}"
+        try:
+            async with self._session.request(method, url, params=query, data=body, timeout=limit) as response:
+                return response.status, await response.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.strerror:
+                reason = error.os_error.strerror  # aiohttp's own text has the address once more
+            raise UnavailableError(f"no router answers at {self.address}: {reason}") from error
 
 
 class ServiceAdmin:
@@ -152,6 +166,16 @@ class ServiceAdmin:
     async def order(self, worker: str, verb: str, **query: float | str | None) -> dict[str, Any]:
         """Send an order; see ``RouterAdmin.order``."""
         return await order_first(self._admins, worker, verb, **query)
+
+    async def reset_prefix_cache(self) -> list[str]:
+        """Send the order to the first router that answers; each has all workers. See ``RouterAdmin.reset_prefix_cache``."""
+        error = UnavailableError("there is no router")
+        for router in self._admins:
+            try:
+                return await router.reset_prefix_cache()
+            except UnavailableError as failed:
+                error = failed
+        raise error
 
     async def _read(self) -> dict[str, dict[str, Any] | KvbatonError]:
         """Read all routers at the same time. Once one has answered, the others have only a moment left."""
@@ -193,7 +217,10 @@ async def order_first(
     for router in routers:
         try:
             return await router.order(worker, verb, **query)
-        except (UnavailableError, NotFoundError) as failed:
+        except (
+            UnavailableError,
+            NotFoundError,
+        ) as failed:  # a router that has just started may not have the worker yet
             error = failed
     raise error
 
@@ -210,6 +237,7 @@ def merged(lists: Iterable[Sequence[Facts]]) -> dict[str, dict[str, Any]]:
             if (known := found.get(worker["id"])) is None:
                 found[worker["id"]] = dict(worker)
                 continue
+            # Each router counts its own legs, and has a part of the worker's credit.
             for name in ("num_legs", "max_requests", "num_leg_tokens", "max_tokens"):
                 known[name] += worker[name]
             known["state"] = min(known["state"], worker["state"], key=_STATES.index)
@@ -231,24 +259,14 @@ def _merged_pools(readings: Iterable[Mapping[str, Facts]]) -> dict[str, dict[str
     return found
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.strerror:
-        return error.os_error.strerror
-    return str(error) or type(error).__name__
-
-
 def _parsed(text: str) -> dict[str, Any] | None:
     """Return a JSON object of the admin API; None for another answer."""
     try:
         reply = json.loads(text)
     except ValueError:
         return None
+    # Another server may answer JSON as well; what an admin API sends has one of these fields.
     is_ours = isinstance(reply, dict) and any(
         name in reply for name in ("workers", "id", "pools", "holder", "error")
     )
     return reply if is_ours else None
-
-
-def _message(reply: dict[str, Any]) -> str:
-    error = reply.get("error")
-    return str(error["message"]) if isinstance(error, dict) and "message" in error else "an unknown error"

@@ -12,6 +12,7 @@ from pydantic_settings import CliSuppress
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.devices import parse_devices
+from prefill_service import NICENESS as PREFILL_NICENESS
 from serving.settings import ListenAddress, Settings
 from serving.settings_file import is_secret, nearest
 from worker.options import WorkerOptions
@@ -28,16 +29,17 @@ def _check_devices(text: str) -> str:
 Devices = Annotated[str, AfterValidator(_check_devices)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 PREFIX = "KVBATON_"
-_PREFILL_NICE = 5
 
 
-def _check_ready_file(path: Path | None) -> Path | None:
-    if path is None:
-        return None
+def _check_writable(path: Path) -> Path:
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError("it must be a file in an existing, writable folder")
     return path
+
+
+WritableFile = Annotated[Path, AfterValidator(_check_writable)]
+"""A file that is going to be written; refused at once if that cannot work, and not when the work is done."""
 
 
 class CommandSettings(Settings):
@@ -100,7 +102,7 @@ class LocalSettings(WorkerOptions, PoolSettings):
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
     grpc: ListenAddress = "127.0.0.1:9000"
     """HOST:PORT of the gRPC API; port 0 picks a free one."""
-    ready_file: Annotated[Path | None, AfterValidator(_check_ready_file)] = None
+    ready_file: WritableFile | None = None
     """JSON file with all addresses, written when the service is ready."""
     secret_file: Path | None = None
     """File with the cluster's secret; unset: a new one for these processes."""
@@ -110,7 +112,7 @@ class LocalSettings(WorkerOptions, PoolSettings):
     @property
     def usual_prefill_nice(self) -> int:
         """The niceness of prefill workers on the CPU that has not been set."""
-        return _PREFILL_NICE
+        return PREFILL_NICENESS
 
     @property
     def given_devices(self) -> dict[Role, list[int] | None]:
@@ -191,25 +193,25 @@ def child_environment(
     left out: a worker needs no client's key. The settings file is left out too: its values are in ``settings``. gRPC's own
     log messages are off unless the environment enables them.
     """
+    # pydantic reads variables in any case, so they are compared in upper case here too.
     own = {name: value for name, value in os.environ.items() if name.upper() != variable("config")}
     if names is not None:
         needed = {variable(name) for name in names}
-        own = {name: value for name, value in own.items() if name.upper() in needed or not _is_private(name)}
+        own = {
+            name: value
+            for name, value in own.items()
+            if name.upper() in needed or not (name.upper().startswith(PREFIX) or is_secret(name.lower()))
+        }
     taken = {name.upper() for name in own}
-    given = {variable(name): _as_variable(value) for name, value in (settings or {}).items()}
+    given = {
+        variable(name): value if isinstance(value, str) else json.dumps(value)
+        for name, value in (settings or {}).items()
+    }
     return {
         "GRPC_VERBOSITY": "ERROR",
         **{name: value for name, value in given.items() if name not in taken},
         **own,
     }
-
-
-def _is_private(name: str) -> bool:
-    return name.upper().startswith(PREFIX) or is_secret(name.lower())
-
-
-def _as_variable(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def available_cores() -> list[int]:

@@ -7,21 +7,132 @@
 5. ``add``, ``retire`` and ``reconcile`` change the processes at run time. An added process that does not become ready is
    restarted as in 4, since the others keep serving; a retired one gets its drain time and is not restarted.
 6. ``stopped`` stops them: first the ones that others need (the router accepts no more requests), then the others.
+
+``StoppingProcesses`` stops processes in the order in which they depend on each other, and ``write_ready_file`` publishes the
+addresses of those that run, for scripts and tests.
 """
 
 import asyncio
+import json
 import logging
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from contract.errors import SettingError, UnavailableError
-from launch.kept_process import KeptProcess, Listener, ProcessState, RestartPolicy
-from launch.ready_file import remove_ready_file, write_ready_file
-from launch.spec import Facts, ProcessSpec, check_specs
-from launch.stopping import StoppingProcesses, wait_for
+from contract.identity import Role
+from launch.kept_process import (
+    Facts,
+    KeptProcess,
+    Listener,
+    ProcessSpec,
+    ProcessState,
+    RestartPolicy,
+    check_specs,
+)
 
 logger = logging.getLogger(__name__)
+
+
+class StoppingProcesses:
+    """Owns the tasks that stop processes, by the process's name."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def task_of(self, name: str) -> asyncio.Task[None] | None:
+        """Return the task that ends when the earlier process of this name has ended; None if there is none."""
+        return self._tasks.get(name)
+
+    def stop(
+        self, processes: Collection[KeptProcess], at_once: asyncio.Event | None
+    ) -> set[asyncio.Task[None]]:
+        """Stop the processes, first those that others of them need; return the tasks, which end with them.
+
+        at_once: when it is set, the processes abandon their work.
+        """
+        for process in processes:
+            process.release()
+        needed = {name for process in processes for name in process.spec.needs}
+        # The routers first: as long as one accepts requests, the workers would get new ones.
+        first = {
+            self._stop_after(process, set(), at_once) for process in processes if process.spec.name in needed
+        }
+        others = {
+            self._stop_after(process, first, at_once)
+            for process in processes
+            if process.spec.name not in needed
+        }
+        return first | others
+
+    async def wait(self) -> None:
+        """Block until all have ended, and raise the error of one that failed."""
+        await wait_for(set(self._tasks.values()))
+
+    def _stop_after(
+        self, process: KeptProcess, first: set[asyncio.Task[None]], at_once: asyncio.Event | None
+    ) -> asyncio.Task[None]:
+        name = process.spec.name
+        earlier = {self._tasks[name]} if name in self._tasks else set()
+
+        async def stop() -> None:
+            if before := first | earlier:
+                await asyncio.wait(before)
+            await process.stop(at_once)
+
+        def forget(ended: asyncio.Task[None]) -> None:
+            if self._tasks.get(name) is ended:  # else a later process of this name is being stopped already
+                del self._tasks[name]
+
+        self._tasks[name] = task = asyncio.create_task(stop(), name=f"stop {name}")
+        task.add_done_callback(forget)
+        return task
+
+
+async def wait_for(ended: set[asyncio.Task[None]]) -> None:
+    """Block until all tasks have ended, and raise the error of one; they continue if the caller is cancelled."""
+    if ended:
+        await asyncio.wait(ended)
+    for task in ended:
+        task.result()
+
+
+def write_ready_file(
+    path: Path | None,
+    specs: Sequence[ProcessSpec],
+    running: Collection[str],
+    known: Mapping[str, Facts],
+) -> None:
+    """Replace ``path`` atomically; None writes nothing.
+
+    running: names of the processes that are ready now. known: facts of all processes that were ever ready.
+
+    Content: ``{"http", "grpc", "processes": [{"name", "role", "pid", "admin"}]}``, the first router's addresses and the
+    running processes in the order of ``specs``; routers also have "http" and "grpc".
+    """
+    if path is None:
+        return
+    router = next((known[spec.name] for spec in specs if spec.role is Role.ROUTER and spec.name in known), {})
+    ready = [(spec, known[spec.name]) for spec in specs if spec.name in running]
+    processes = [
+        {"name": spec.name, "role": spec.role.value, "pid": facts["pid"], "admin": facts["admin"]}
+        | ({"http": facts["http"], "grpc": facts["grpc"]} if spec.role is Role.ROUTER else {})
+        for spec, facts in ready
+    ]
+    content = {"http": router.get("http"), "grpc": router.get("grpc"), "processes": processes}
+    # A script that waits for the file reads it as soon as it is there, so it must never be half written.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w") as stream:
+        stream.write(json.dumps(content, indent=2) + "\n")
+    Path(name).replace(path)
+
+
+def remove_ready_file(path: Path | None) -> None:
+    """Remove the file, so that it does not stand for a running service."""
+    if path is not None:
+        path.unlink(missing_ok=True)
 
 
 class Supervisor:
@@ -64,7 +175,7 @@ class Supervisor:
 
     async def wait_ready(self) -> dict[str, Facts]:
         """Block until every present process was ready once or is retired; return the facts by name."""
-        for process in list(self._processes.values()):
+        for process in list(self._processes.values()):  # a copy: processes may be added and retired meanwhile
             await process.was_ready.wait()
         return self.facts
 
@@ -99,8 +210,8 @@ class Supervisor:
         started. Raises SettingError as the constructor does, UnavailableError when the supervisor is stopping; it changes
         nothing then.
         """
-        present = {name: process.spec for name, process in self._processes.items()}
         self._refuse_while_stopping()
+        present = {name: process.spec for name, process in self._processes.items()}
         check_specs([present.get(spec.name, spec) for spec in desired])
         names = {spec.name for spec in desired}
         ended = self._retire([name for name in present if name not in names])
@@ -124,7 +235,10 @@ class Supervisor:
             await asyncio.wait({stop, failed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
-            await self._stop_all()
+            self._is_stopping = True
+            remove_ready_file(self._ready_file)
+            self._stopping.stop(self._processes.values(), self._at_once)
+            await self._stopping.wait()  # also for processes that were retired before
         if failed.done():
             failed.result()
 
@@ -133,6 +247,7 @@ class Supervisor:
             raise UnavailableError("the supervisor is stopping; it starts and retires no more processes")
 
     def _add_all(self, specs: Sequence[ProcessSpec]) -> None:
+        # An end before the process was ever ready is an error at the start, when a user waits; later the others serve on.
         is_running = self._failed is not None
         added = [
             KeptProcess(spec, self._policy, must_start=not is_running, on_change=self._on_change)
@@ -163,14 +278,8 @@ class Supervisor:
             self._publish()
         return ended
 
-    async def _stop_all(self) -> None:
-        self._is_stopping = True
-        remove_ready_file(self._ready_file)
-        self._stopping.stop(self._processes.values(), self._at_once)
-        await self._stopping.wait()
-
     def _on_change(self, spec: ProcessSpec, state: ProcessState, facts: Facts) -> None:
-        if self._is_stopping:
+        if self._is_stopping:  # the ready file is gone, and must not come back
             return
         if state is not ProcessState.STARTED:
             self._publish()
@@ -181,6 +290,7 @@ class Supervisor:
     def _publish(self) -> None:
         """Write the ready file if all initial processes were ready once; it does not wait for later additions."""
         processes = self._processes.values()
+        # Once is enough: a process that is restarted, or was added, must not take the file from those that serve.
         self._has_published = self._has_published or all(process.was_ready.is_set() for process in processes)
         if self._is_stopping or not self._has_published:
             return

@@ -62,6 +62,7 @@ class CLibrary:
 
     def compile_to(self, target: Path, compiler: str = _COMPILER) -> None:
         """Compile the library; ``target`` is replaced atomically. Raises OSError, SubprocessError."""
+        # Under a name of its own until it is whole: several processes may compile at the same time.
         unready = target.with_suffix(f".{os.getpid()}.new")
         sources = map(str, sorted(self.folder.glob("*.c")))
         try:
@@ -75,18 +76,17 @@ class CLibrary:
         """Return the cached library of these sources and this kind of machine, compiled if necessary."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
+        # Code of this folder runs in this process: no other user may put any there.
         if info.st_uid != os.getuid() or info.st_mode & 0o022:
             raise PermissionError(f"{folder} belongs to another user, or others may write to it")
-        library = folder / f"{self.name}-{self._made_of()}-{platform.machine()}.so"
-        if not library.exists():
-            self.compile_to(library, compiler)
-        return library
-
-    def _made_of(self) -> str:
+        # The name has the digest of its sources, so that a change of the sources is never served by an older library.
         made_of = hashlib.sha256(" ".join((*self.options, *_ALWAYS)).encode())
         for file in sorted((*self.folder.glob("*.c"), *self.folder.glob("*.h"))):
             made_of.update(file.read_bytes())
-        return made_of.hexdigest()[:16]
+        library = folder / f"{self.name}-{made_of.hexdigest()[:16]}-{platform.machine()}.so"
+        if not library.exists():
+            self.compile_to(library, compiler)
+        return library
 
 
 def _why(error: Exception, compiler: str) -> str:

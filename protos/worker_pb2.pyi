@@ -492,6 +492,23 @@ class Accepted(_message.Message):
 Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
+class ResetPrefixCacheRequest(_message.Message):
+    """The order to drop the prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
 class GetModelFilesRequest(_message.Message):
     """A request for the model's small files."""
 
@@ -560,6 +577,7 @@ class Registration(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_RESTARTS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     """Lowest and highest protocol version that the worker supports."""
     protocol_max: _builtins.int
@@ -597,6 +615,8 @@ class Registration(_message.Message):
     """Seconds since the process started."""
     num_restarts: _builtins.int
     """How often the supervisor of its machine has started the worker again before this process."""
+    group: _builtins.str
+    """Name of its data-parallel group, whose workers are drained and change their role together; empty: it has none."""
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout:
         """The shape of its KV blocks."""
@@ -624,10 +644,11 @@ class Registration(_message.Message):
         host: _builtins.str = ...,
         age_seconds: _builtins.float = ...,
         num_restarts: _builtins.int = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "age_seconds", b"age_seconds", "boot_id", b"boot_id", "build", b"build", "control_address", b"control_address", "embeds_only", b"embeds_only", "host", b"host", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_restarts", b"num_restarts", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "age_seconds", b"age_seconds", "boot_id", b"boot_id", "build", b"build", "control_address", b"control_address", "embeds_only", b"embeds_only", "group", b"group", "host", b"host", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_restarts", b"num_restarts", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -122,6 +122,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/kvbaton.v1.Worker/ResetPrefixCache',
+                request_serializer=protos_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
+                _registered_method=True)
         self.GetModelFiles = channel.unary_stream(
                 '/kvbaton.v1.Worker/GetModelFiles',
                 request_serializer=protos_dot_worker__pb2.GetModelFilesRequest.SerializeToString,
@@ -151,6 +156,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Drop all KV that is kept for later prompts. FAILED_PRECONDITION: blocks are held, by requests or transfers; nothing was
+        dropped then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelFiles(self, request, context):
         """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it.
         """
@@ -169,6 +182,11 @@ def add_WorkerServicer_to_server(servicer, server):
             'Prepare': grpc.unary_unary_rpc_method_handler(
                     servicer.Prepare,
                     request_deserializer=protos_dot_worker__pb2.DecodeRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=protos_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
             ),
             'GetModelFiles': grpc.unary_stream_rpc_method_handler(
@@ -231,6 +249,33 @@ class Worker:
             target,
             '/kvbaton.v1.Worker/Prepare',
             protos_dot_worker__pb2.DecodeRequest.SerializeToString,
+            protos_dot_worker__pb2.Accepted.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvbaton.v1.Worker/ResetPrefixCache',
+            protos_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
             protos_dot_worker__pb2.Accepted.FromString,
             options,
             channel_credentials,

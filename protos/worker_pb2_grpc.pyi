@@ -80,6 +80,10 @@ class WorkerStub:
     follow the tokens of its answer that end the task's prompt, and connect to the source. Accepted when that is over, even if
     it has failed: the leg that comes says why. Only the compiled grammar, in a cache, and the connection are kept.
     """
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.Accepted]
+    """Drop all KV that is kept for later prompts. FAILED_PRECONDITION: blocks are held, by requests or transfers; nothing was
+    dropped then.
+    """
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
 
@@ -97,6 +101,10 @@ class WorkerAsyncStub(WorkerStub):
     """Prepare for a choice that is going to be handed off to this worker, whose leg will be like this one: compile its grammar,
     follow the tokens of its answer that end the task's prompt, and connect to the source. Accepted when that is over, even if
     it has failed: the leg that comes says why. Only the compiled grammar, in a cache, and the connection are kept.
+    """
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
+    """Drop all KV that is kept for later prompts. FAILED_PRECONDITION: blocks are held, by requests or transfers; nothing was
+    dropped then.
     """
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]  # type: ignore[assignment]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
@@ -124,6 +132,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Prepare for a choice that is going to be handed off to this worker, whose leg will be like this one: compile its grammar,
         follow the tokens of its answer that end the task's prompt, and connect to the source. Accepted when that is over, even if
         it has failed: the leg that comes says why. Only the compiled grammar, in a cache, and the connection are kept.
+        """
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _worker_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
+        """Drop all KV that is kept for later prompts. FAILED_PRECONDITION: blocks are held, by requests or transfers; nothing was
+        dropped then.
         """
 
     @_abc_1.abstractmethod

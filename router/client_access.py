@@ -5,44 +5,44 @@ from dataclasses import dataclass, field
 
 from contract.addresses import is_loopback
 from router.intake.cancellation import CancellableRequests
-from router.intake.held_bytes import HeldBytes
+from router.intake.limits import HeldBytes
 from router.settings import RouterSettings
-from serving.api_keys import ApiKeys
+from serving.api_keys import ApiKeys, WrongKeys
+from serving.penalties import Penalties
 from serving.tls import Tls, read_tls
-from serving.wrong_keys import WrongKeys
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ClientAccess:
-    """The shared parts. tls: None if the APIs speak plain text. held: counts the bytes of requests that are answered."""
+    """The shared parts. tls: None if the APIs speak plain text. held: counts the bytes of requests that are answered.
+
+    penalties: of addresses that waste the event loop's time, on either port.
+    """
 
     keys: ApiKeys
     tls: Tls | None
     held: HeldBytes
+    penalties: Penalties
     wrong_keys: WrongKeys = field(default_factory=WrongKeys)
     running: CancellableRequests = field(default_factory=CancellableRequests)
 
 
 def client_access(settings: RouterSettings) -> ClientAccess:
     """Read keys and certificates. Raises SettingError."""
-    return ClientAccess(
-        keys=ApiKeys(_given_keys(settings), settings.api_keys_file),
-        tls=read_tls(settings.tls_certificate_file, settings.tls_key_file),
-        held=HeldBytes(settings.max_held_bytes),
-    )
-
-
-def _given_keys(settings: RouterSettings) -> str | None:
-    """Return ``api_keys``; None for an empty text, which a variable without a value is, if only this machine gets in.
-
-    Otherwise the text stays, and is rejected: a variable that was lost must not open the service to all.
-    """
     keys = settings.api_keys
-    if keys is None or keys.strip() or not (is_loopback(settings.http) and is_loopback(settings.grpc)):
-        return keys
-    logger.warning(
-        "api_keys (KVBATON_API_KEYS) is empty and counts as not set: every client of this machine is accepted"
+    if keys is not None and not keys.strip() and is_loopback(settings.http) and is_loopback(settings.grpc):
+        # a variable without a value is an empty text; where other machines get in it stays, and is rejected, since a
+        # variable that was lost must not open the service to all
+        logger.warning(
+            "api_keys (KVBATON_API_KEYS) is empty and counts as not set: every client of this machine is accepted"
+        )
+        keys = None
+    tls = read_tls(settings.tls_certificate_file, settings.tls_key_file)
+    return ClientAccess(
+        keys=ApiKeys(keys, settings.api_keys_file),
+        tls=tls,
+        held=HeldBytes(settings.max_held_bytes),
+        penalties=Penalties(has_tls=tls is not None),
     )
-    return None

@@ -137,7 +137,7 @@ def _delta(run: RequestRun, answer: Answer, batch: TokenBatch) -> Delta:
     delta = answer.push(batch)
     if is_first:
         delta.prompt = Prompt(run.request.prompt_token_ids, run.report.prompt_logprobs)
-    run.tracked.arrived(delta)
+    run.tracked.on_delta(delta)
     return delta
 
 

@@ -1,29 +1,31 @@
-"""The path of a request through the router, from admission to its last token, without any port."""
+"""The path of a request through the router, from admission to its last token, without any port; and what it lacks."""
 
 from collections.abc import Callable
 
+from contract.identity import Role
 from router.admission.admission_queue import AdmissionQueue
 from router.admission.unreachable_pairs import UnreachablePairs
 from router.attempts.request_run import RequestRuns
 from router.attempts.request_tracker import RequestTracker
 from router.attempts.suspects import Suspects
-from router.concurrency.change_signal import ChangeSignal
-from router.concurrency.tasks import TaskSet
+from router.concurrency import ChangeSignal, TaskSet
 from router.intake.limits import TenantRules
 from router.intake.model_source import ModelSource
-from router.intake.readiness import Wakes, what_is_missing
-from router.intake.request_preparer import RequestPreparer
-from router.intake.tokenizing import TokenizerThreads
+from router.intake.request_preparer import RequestPreparer, TokenizerThreads
 from router.pipeline import Pipeline
+from router.routing.policy import missing_roles
 from router.routing.running_shares import RunningShares
 from router.settings import RouterSettings
 from router.telemetry.metrics import RequestMetrics
 from router.tokens.inbox import UnreadBytes
 from router.workers.registry import Registry
 
+Wakes = Callable[[frozenset[Role]], bool]
+"""Returns True if an autoscaler starts workers of these roles for a request that waits."""
+
 
 class RequestPath:
-    """Owns the parts that every request passes. To be used in one event loop. wakes: see ``readiness``."""
+    """Owns the parts that every request passes. To be used in one event loop. wakes: see ``Wakes``."""
 
     def __init__(self, settings: RouterSettings, metrics: RequestMetrics, wakes: Wakes) -> None:
         self._wakes = wakes
@@ -63,18 +65,19 @@ class RequestPath:
 
     @property
     def missing(self) -> str | None:
-        """The model or the workers that are missing to answer a request; None if there are all."""
-        return what_is_missing(self.models, self.registry, self._wakes)
-
-    @property
-    def unreachable(self) -> UnreachablePairs:
-        """The pairs of workers that cannot hand KV over."""
-        return self.runs.unreachable
+        """The model or the workers that are missing to answer a request; None if there are all, or can be woken."""
+        missing = self.registry.missing()
+        if missing is not None:
+            serving = {worker.role for worker in self.registry.workers if worker.has_credit}
+            # a pool that was scaled to zero starts for the first request, so the service counts as healthy
+            if self._wakes(missing_roles(serving, embeds_only=self.registry.embeds_only)):
+                missing = None
+        return missing or (None if self.models.is_known else "the model is not known yet")
 
     @property
     def degraded(self) -> str | None:
         """The reason why answers cost more than they should; None if all pairs of workers can hand KV over."""
-        num_failed = len(self.unreachable.failed(self.registry.workers))
+        num_failed = len(self.runs.unreachable.failed(self.registry.workers))
         if not num_failed:
             return None
         pairs = "1 pair of workers" if num_failed == 1 else f"{num_failed} pairs of workers"

@@ -6,27 +6,23 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from router.admin.admin_access import admin_access
+from router.admin.api import ScalingAdmin, WorkerAdmin, admin_access
 from router.admin.inspection import Inspection
 from router.admin.scaling import ScalingLeases, ScalingReports
-from router.admin.scaling_admin import ScalingAdmin
-from router.admin.worker_admin import WorkerAdmin
 from router.attempts.draining import Drain
 from router.client_access import client_access
 from router.intake.model_source import ModelSource
 from router.migration.evacuation import Evacuation
-from router.migration.moving import Mover
+from router.migration.migrator import Migrator
 from router.migration.standing_orders import StandingOrders
 from router.pipeline import Pipeline
-from router.ports.batch_setup import build_batches
-from router.ports.public_apis import PublicApis
-from router.ports.worker_port import WorkerPort
+from router.ports.membership import WorkerPort
+from router.ports.public_apis import PublicApis, build_batches
 from router.request_path import RequestPath
 from router.settings import RouterSettings
 from router.telemetry.metrics import RouterMetrics
 from serving.admin import AdminServer
-from serving.descriptors import (
-    ConnectionCaps,
+from serving.http_acceptor import (
     connection_caps,
     num_open_descriptors,
     raise_descriptor_limit,
@@ -64,11 +60,11 @@ class RouterService:
         scaling = ScalingReports(metrics.scaling)
         self._path = RequestPath(settings, metrics.requests, scaling.wakes)
         standing = StandingOrders()
-        mover = Mover(self._path.registry, self._path.runs, metrics.moves)
+        migrator = Migrator(self._path.registry, self._path.runs, metrics.moves)
         evacuation = Evacuation(
             self._path.registry,
             self._path.runs,
-            mover,
+            migrator,
             self._path.tasks,
             self._path.changes,
             metrics.drains,
@@ -77,7 +73,10 @@ class RouterService:
         self._worker_port = WorkerPort(self._path.registry, evacuation, settings)
         clients = client_access(settings)
         self._drain = Drain(
-            self._path.tracker, clients.running, lambda: self._public.wait_answered(), settings.drain_seconds
+            self._path.tracker,
+            clients.running,
+            lambda: self._public.http.wait_answered(),
+            settings.drain_seconds,
         )
         batches = build_batches(settings, self._path, self._drain, metrics.batches, clock)
         self._inspection = Inspection(
@@ -139,9 +138,12 @@ class RouterService:
 
         Raises SettingError for a model or an address that cannot be used.
         """
-        if self._settings.model:
-            await self._path.models.read_folder(self._settings.model)
-        caps = self._connection_caps()
+        settings = self._settings
+        if settings.model:
+            await self._path.models.read_folder(settings.model)
+        num_files = _FILES_OF_A_BATCH * settings.batches_max_open if settings.files_dir else None
+        limit = raise_descriptor_limit()
+        caps = connection_caps(settings.max_connections, limit, num_open_descriptors(), num_files)
         internal = await self._worker_port.start(caps.internal)
         http, grpc = await self._public.start(caps) if has_public_ports else ("", "")
         await self._admin.start()
@@ -150,7 +152,9 @@ class RouterService:
             asyncio.create_task(
                 self._path.models.load_from_workers(self._path.registry), name="load the model"
             ),
-            asyncio.create_task(self._report_health(), name="report gRPC health"),
+            asyncio.create_task(
+                self._public.grpc.report_health(lambda: self.is_ready), name="report gRPC health"
+            ),
             asyncio.create_task(self._inspection.sample(), name="sample recent counts"),
         ]
 
@@ -161,12 +165,14 @@ class RouterService:
         """
         if self._settings.reuse_port:
             self._public.stop_listening(self._settings.drain_seconds)
+        # before the change is notified, so that /ready and gRPC's health already fail
         self._drain.begin()
         self._path.changes.notify()
         await self._drain.run(at_once)
 
     async def stop(self) -> None:
         """End running requests and close every port; nothing runs when this returns."""
+        # first, since what ends from here on was ended by the router and not by its clients
         self._path.tracker.end_all()
         for watcher in self._watchers:
             watcher.cancel()
@@ -177,18 +183,6 @@ class RouterService:
         await self._worker_port.stop(_STOP_GRACE_SECONDS)
         await self._admin.stop()
         self._path.close()
-
-    def _connection_caps(self) -> ConnectionCaps:
-        settings = self._settings
-        num_files = _FILES_OF_A_BATCH * settings.batches_max_open if settings.files_dir else None
-        limit = raise_descriptor_limit()
-        return connection_caps(settings.max_connections, limit, num_open_descriptors(), num_files)
-
-    async def _report_health(self) -> None:
-        while True:
-            changed = self._path.changes.next
-            await self._public.report_health(self.is_ready)
-            await changed.wait()
 
     async def _debug_state(self) -> dict[str, Any]:
         return {

@@ -8,13 +8,12 @@ from pydantic import AfterValidator, Field
 
 from contract.errors import SettingError
 from contract.options import DrainOptions
-from router.batches.quota import FolderLimits
 from router.intake.limits import MAX_PROMPTS
 from router.telemetry.goals import Goals
 from serving.admin_access import AdminKeyOptions
 from serving.http_connections import HttpLimits
 from serving.http_hosts import HostNameOptions
-from serving.metric_aliases import MetricsOptions
+from serving.metrics import MetricsOptions
 from serving.settings import (
     HttpAddress,
     ListenAddress,
@@ -181,20 +180,6 @@ class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOpti
     def max_answers(self) -> int:
         """Most answers of one request, which all wait in the queue at once."""
         return min(MAX_PROMPTS, self.max_queue)
-
-    @property
-    def folder_limits(self) -> FolderLimits:
-        """The limits of the folder of files."""
-        return FolderLimits(
-            file_bytes=self.files_max_bytes,
-            total_bytes=self.files_total_bytes,
-            count=self.files_max_count,
-            open_batches=self.batches_max_open,
-            key_share=self.files_key_share,
-            retention_seconds=self.files_retention_seconds,
-            batch_lines=self.batches_max_lines,
-            line_bytes=self.max_body_bytes,
-        )
 
     @property
     def origins(self) -> tuple[str, ...]:

@@ -1,24 +1,30 @@
 """The admin port of a process: ``/health``, ``/ready``, ``/metrics``, ``/debug/state``; plain HTTP, no API key.
 
-A process may add routes. A request that changes something, or that is for a route below ``/admin``, is checked.
+A process may add routes. A request that changes something, or that is for a route below ``/admin``, is checked. The facts of
+a process are what it is, and plain numbers that show leaks.
 """
 
+import asyncio
+import os
+import socket
+import time
 from collections.abc import Awaitable, Callable, Iterable
+from math import isfinite
 from typing import Any
 
 import msgspec
+import psutil
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 from prometheus_client.registry import Collector
 
-from contract.errors import KvbatonError, UnauthenticatedError
+from contract.errors import InvalidRequestError, KvbatonError, UnauthenticatedError
+from contract.options import MAX_SECONDS
 from serving.admin_access import SAFE_METHODS, AdminAccess
 from serving.errors import http_status, openai_error
-from serving.health import health_response
 from serving.http_hosts import HostCheck
 from serving.http_server import HttpServer, start_http
 from serving.metrics import CONTENT_TYPE, render
-from serving.process_facts import process_facts
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _OPERATORS = "/admin"
@@ -69,8 +75,12 @@ class AdminServer:
         app = web.Application(middlewares=[self._hosts.middleware, self._access_middleware])
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/ready", self._get_ready)
-        if self._metrics:
-            app.router.add_get("/metrics", self._metrics_page(self._metrics))
+        if metrics := self._metrics:
+
+            async def get_metrics(_: web.Request) -> web.Response:
+                return web.Response(body=render(await metrics()), headers={"Content-Type": CONTENT_TYPE})
+
+            app.router.add_get("/metrics", get_metrics)
         app.router.add_get("/debug/state", self._get_state)
         app.router.add_routes(self._routes)
         self._server = await start_http(app, self._asked_address, param="admin", shutdown_timeout_seconds=1.0)
@@ -84,16 +94,19 @@ class AdminServer:
 
     @property
     def _access_middleware(self) -> Middleware:
-        """A middleware that checks the access, and answers errors with their reason.
-
-        Actions are recognized by their method, not by a list of paths: a route that is added later is closed, too.
-        """
+        """A middleware that checks the access, and answers errors with their reason."""
 
         @web.middleware
         async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
             try:
-                if _is_for_operators(request):
-                    self._check(request)
+                # Actions are recognized by their method, not by a list of paths: a route that is added later is closed, too.
+                # For pages the route that matches counts, and not the path as sent.
+                resource = request.match_info.route.resource
+                path = request.path if resource is None else resource.canonical
+                if request.method not in SAFE_METHODS or path.startswith(_OPERATORS):
+                    if self._access is None:
+                        raise web.HTTPForbidden(reason="this port has no actions")
+                    self._access.check(request)
                 return await handler(request)
             except KvbatonError as error:
                 response = web.json_response(openai_error(error), status=http_status(error.kind))
@@ -105,11 +118,6 @@ class AdminServer:
 
         return check
 
-    def _check(self, request: web.Request) -> None:
-        if self._access is None:
-            raise web.HTTPForbidden(reason="this port has no actions")
-        self._access.check(request)
-
     async def _get_health(self, _: web.Request) -> web.Response:
         return health_response(self._missing(), self._degraded())
 
@@ -117,25 +125,58 @@ class AdminServer:
         return health_response(self._not_ready() or self._missing())
 
     async def _get_state(self, _: web.Request) -> web.Response:
-        state = {**await self._state(), "process": process_facts()}
-        return json_answer(state)
-
-    def _metrics_page(
-        self, metrics: Callable[[], Awaitable[Collector]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def get_metrics(_: web.Request) -> web.Response:
-            return web.Response(body=render(await metrics()), headers={"Content-Type": CONTENT_TYPE})
-
-        return get_metrics
-
-
-def _is_for_operators(request: web.Request) -> bool:
-    """Return True for an action, and for a page below ``/admin``, by the route that matches and not by the path as sent."""
-    resource = request.match_info.route.resource
-    path = request.path if resource is None else resource.canonical
-    return request.method not in SAFE_METHODS or path.startswith(_OPERATORS)
+        # The unfinished tasks include the one that answers this request.
+        process = {**facts_of(os.getpid()), "num_asyncio_tasks": len(asyncio.all_tasks())}
+        return json_answer({**await self._state(), "process": process})
 
 
 def json_answer(data: Any, *, status: int = 200) -> web.Response:
     """Return plain data as JSON that every parser reads: a number that is not finite is null, another type its text."""
     return web.json_response(body=msgspec.json.encode(data, enc_hook=str), status=status)
+
+
+def seconds_in(request: web.Request, name: str) -> float | None:
+    """Return a time in the query, or None if it is not there. Raises InvalidRequestError for another text than seconds."""
+    text = request.query.get(name)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not (isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
+        raise InvalidRequestError(
+            f"{name} is {text[:40]!r}; give seconds, at least 0, at most {MAX_SECONDS}", param=name
+        )
+    return seconds
+
+
+def process_identity(num_restarts: int) -> dict[str, Any]:
+    """Return pid, host name, seconds since the start of this process, and how often it was started again before."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "age_seconds": max(0.0, time.time() - psutil.Process().create_time()),
+        "num_restarts": num_restarts,
+    }
+
+
+def facts_of(pid: int) -> dict[str, Any]:
+    """Return a process's open file descriptors, threads and resident bytes; empty if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return {
+            "pid": pid,
+            "num_open_fds": process.num_fds(),
+            "num_threads": process.num_threads(),
+            "rss_bytes": process.memory_info().rss,
+        }
+    except psutil.NoSuchProcess:
+        return {}
+
+
+def health_response(missing: str | None, degraded: str | None = None) -> web.Response:
+    """Return 200 if nothing is missing, else 503 with the reason. degraded: why it serves worse than it should."""
+    if missing:
+        return web.json_response({"status": "unavailable", "reason": missing}, status=503)
+    return web.json_response({"status": "degraded", "reason": degraded} if degraded else {"status": "ok"})

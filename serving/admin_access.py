@@ -14,8 +14,7 @@ from pydantic import Field
 
 from contract.errors import UnauthenticatedError
 from contract.options import Options
-from serving.api_keys import ADMIN_KEYS, ApiKeys
-from serving.wrong_keys import WrongKeys
+from serving.api_keys import ADMIN_KEYS, ApiKeys, WrongKeys
 
 SAFE_METHODS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD})
 """Methods of requests that change nothing (RFC 9110, section 9.2.1)."""

@@ -1,4 +1,4 @@
-"""Keys of clients or of operators, from a setting and from a file that may change at run time."""
+"""Keys of clients or of operators, from a setting and from a file that may change at run time, and the log of wrong ones."""
 
 import hmac
 import logging
@@ -7,8 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from contract.errors import SettingError, UnauthenticatedError
-from serving.file_stamp import Stamp, stamp_of
-from serving.private_files import read_private_text
+from serving.private_files import Stamp, read_private_text, stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +18,8 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 _TENANT_CHARACTERS = 32
 _STRONG_CHARACTERS = 32
 _KEY = re.compile(r"[!-~]+")
+
+_MAX_ADDRESSES = 1024
 
 
 class ApiKeys:
@@ -32,10 +33,16 @@ class ApiKeys:
     def __init__(self, keys: str | None = None, file: Path | None = None, setting: str = API_KEYS) -> None:
         self._file = file
         self._setting = setting
-        self._given = _digests(_listed(keys, setting), setting)
+        self._given = _digests(_split(keys, setting), setting)
+        if keys is not None and not self._given:
+            raise SettingError(
+                f"{setting} is set but contains no key, so everyone would be accepted; add a key or leave it unset",
+                param=setting,
+            )
         self._stamp: Stamp = None
         self._read: tuple[bytes, ...] = ()
         if file is not None:
+            # The stamp is taken before the file is read: a change in between is found at the next check.
             self._stamp = stamp_of(file)
             self._read = _digests(_read(file, setting), setting)
 
@@ -55,6 +62,7 @@ class ApiKeys:
                 code="invalid_api_key",
             )
         claimed = _digest(key.strip())
+        # ``any`` would end at the first match, and show by its time how far the list was compared.
         if not sum(hmac.compare_digest(claimed, known) for known in self._known()):
             raise UnauthenticatedError(f"the {_name(self._setting)} is not valid", code="invalid_api_key")
 
@@ -71,6 +79,7 @@ class ApiKeys:
         stamp = stamp_of(self._file)
         if stamp != self._stamp:
             self._stamp = stamp
+            # A key that was revoked must not stay valid because the new file cannot be read.
             self._read = ()
             try:
                 self._read = _digests(_read(self._file, self._setting), self._setting)
@@ -90,16 +99,6 @@ def first_key(keys: str | None, file: Path | None, setting: str = API_KEYS) -> s
 def _name(setting: str) -> str:
     """Return what one key of a setting is called."""
     return "admin key" if setting == ADMIN_KEYS else "API key"
-
-
-def _listed(keys: str | None, setting: str) -> list[str]:
-    found = _split(keys, setting)
-    if keys is not None and not found:
-        raise SettingError(
-            f"{setting} is set but contains no key, so everyone would be accepted; add a key or leave it unset",
-            param=setting,
-        )
-    return found
 
 
 def _split(keys: str | None, setting: str) -> list[str]:
@@ -143,3 +142,20 @@ def _digests(keys: list[str], setting: str) -> tuple[bytes, ...]:
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class WrongKeys:
+    """Owns a count by address; the 1st, 10th, 100th, ... wrong key of each is logged."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def note(self, address: str) -> None:
+        """Count another wrong, or missing, key of this address."""
+        count = self._counts.pop(address, 0) + 1
+        # An address that is counted moves to the end, so the first one has been silent for longest.
+        if len(self._counts) >= _MAX_ADDRESSES:
+            del self._counts[next(iter(self._counts))]
+        self._counts[address] = count
+        if count == 10 ** (len(str(count)) - 1):
+            logger.warning("%s was refused for a wrong or missing key (%d times so far)", address, count)

@@ -27,11 +27,11 @@ from serving.grpc_options import Options
 ROUTER_NAME = "router.kvbaton.internal"
 _CURVE = ec.SECP256R1()
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+# More than the order's 32, so that the remainder is nearly uniform (FIPS 186-5, A.2.1).
 _SCALAR_BYTES = 48
-"""More than the order's 32, so that the remainder is nearly uniform (FIPS 186-5, A.2.1)."""
+# Certificates are valid for as long as their process runs, even if the clocks of machines differ.
 _SINCE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
-"""Certificates are valid for as long as their process runs, even if the clocks of machines differ."""
 
 
 class Party(StrEnum):

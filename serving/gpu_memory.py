@@ -5,6 +5,7 @@ The driver has what files in /dev do not show: the instances of a GPU that is di
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
@@ -48,7 +49,7 @@ class GpuMemoryReader:
 
     def read(self) -> GpuMemory | None:
         """Return the memory of all of them together; None if there is none, no driver, or one does not report its own."""
-        return _asked(self._library, self._found) if self._uuids else None
+        return _ask_library(self._library, self._found) if self._uuids else None
 
     def _found(self, library: Any) -> GpuMemory:
         handles = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in self._uuids]
@@ -74,7 +75,7 @@ def visible_gpus_of(visible: str | None, library: Any = None) -> list[Gpu] | Non
     there. It shows a process one instance of divided GPUs at most, and that only if there is no whole GPU or it is named.
     library: ``pynvml``, by default.
     """
-    found = _asked(library, _all_gpus)
+    found = _ask_library(library, _all_gpus)
     if found is None:
         return None
     whole, instances = found
@@ -86,6 +87,7 @@ def visible_gpus_of(visible: str | None, library: Any = None) -> list[Gpu] | Non
         gpu = _named(name, whole, instances)
         if gpu is None:
             break
+        # CUDA shows one instance only.
         if gpu in instances:
             return [gpu]
         chosen.append(gpu)
@@ -98,7 +100,7 @@ def gpu_memory(visible: str | None, library: Any = None) -> list[int] | None:
     return None if gpus is None else [gpu.num_bytes for gpu in gpus]
 
 
-def _asked(library: Any, question: Callable[[Any], T]) -> T | None:
+def _ask_library(library: Any, question: Callable[[Any], T]) -> T | None:
     """Return the answer of the driver's library; None without a driver, or if it fails: a GPU fell off the bus, for example.
 
     library: None: ``pynvml``.
@@ -124,7 +126,10 @@ def _all_gpus(library: Any) -> tuple[list[Gpu | None], list[Gpu]]:
         handle = library.nvmlDeviceGetHandleByIndex(number)
         if _is_divided(library, handle):
             whole.append(None)
-            instances += _instances_of(library, handle)
+            for place in range(library.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                with suppress(library.NVMLError):  # a place without an instance
+                    instance = library.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+                    instances.append(_gpu(library, instance))
         else:
             whole.append(_gpu(library, handle))
     return whole, instances
@@ -136,16 +141,6 @@ def _is_divided(library: Any, handle: Any) -> bool:
     except library.NVMLError:  # a GPU that cannot be divided
         return False
     return bool(current)
-
-
-def _instances_of(library: Any, handle: Any) -> list[Gpu]:
-    instances = list[Gpu]()
-    for number in range(library.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        try:
-            instances.append(_gpu(library, library.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)))
-        except library.NVMLError:  # a place without an instance
-            continue
-    return instances
 
 
 def _gpu(library: Any, handle: Any) -> Gpu:

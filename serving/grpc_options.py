@@ -1,17 +1,23 @@
-"""Channel and server options of gRPC, in one place."""
+"""Starts gRPC servers; the options of their channels and servers, in one place."""
 
 from typing import Any
 
+import grpc
+import grpc.aio
+
+from contract.addresses import join_address, split_address
+from contract.errors import SettingError
+
 _MAX_INTERNAL_BYTES = 64 * 2**20
+# An unauthenticated client can hold a connection for this time.
 _INTERNAL_HANDSHAKE_MS = 10_000
-"""Time limit of TLS and HTTP/2 handshakes, for which an unauthenticated client can hold a connection."""
 _MAX_CONNECTION_AGE_MS = 3_600_000
 _MAX_METADATA_BYTES = 16 * 2**10
 _NEVER_MS = 2**31 - 1
+# No limit; the library does not accept 2**31 - 1 here.
 _MANY = 2**20
-"""No limit; the library does not accept 2**31 - 1 here."""
+# More calls on one public connection wait at the client.
 _MAX_STREAMS = 128
-"""Concurrent calls on one public connection; more of them wait at the client."""
 _PUBLIC_KEEPALIVE_MS = 30_000
 
 Options = list[tuple[str, Any]]
@@ -98,13 +104,30 @@ def public_server_options(
         ("grpc.max_connection_age_ms", _MAX_CONNECTION_AGE_MS),
         ("grpc.max_connection_age_grace_ms", _ms(call_seconds)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
-        (
-            "grpc.http2.bdp_probe",
-            0,
-        ),  # it would grow windows to megabytes per call, also without a key
+        # The probe would grow windows to megabytes per call, also without a key.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", _PUBLIC_KEEPALIVE_MS),
         ("grpc.http2.ping_timeout_ms", _PUBLIC_KEEPALIVE_MS),
     ]
+
+
+async def start_grpc(
+    server: grpc.aio.Server, address: str, *, param: str, credentials: grpc.ServerCredentials | None = None
+) -> str:
+    """Start a server on "host:port" (port 0 picks a free one), with TLS if ``credentials`` are given; return its address.
+
+    Raises SettingError that names ``param`` when the address cannot be bound.
+    """
+    try:
+        port = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError as error:
+        raise SettingError(f"{param} is {address}: cannot listen there, {error}", param=param) from error
+    await server.start()
+    return join_address(split_address(address)[0], port)

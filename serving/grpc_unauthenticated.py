@@ -23,8 +23,9 @@ from serving.http_connections import Connections, address_of
 MAX_UNAUTHENTICATED = 256
 MAX_PER_ADDRESS = 64
 MAX_UNSEEN = 16
+# A look takes longer the more sockets there are. A pause of so many times its length, unless ``MAX_UNSEEN`` handshakes
+# come, bounds the share of the time that looks take.
 _REST = 10
-"""A look is followed by a pause of so many times its length, or by ``MAX_UNSEEN`` handshakes."""
 _OWN_DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -40,6 +41,7 @@ class _Unauthenticated:
 
     def abort(self) -> None:
         """End the connection, which gRPC then closes; do nothing if it has ended."""
+        # A duplicate cannot be closed, and its number used again, between the check of its inode and the shutdown.
         with suppress(OSError), socket.socket(fileno=os.dup(self._descriptor)) as own:
             if os.fstat(own.fileno()).st_ino == self.inode:
                 own.shutdown(socket.SHUT_RDWR)
@@ -58,12 +60,11 @@ class UnauthenticatedConnections:
         self._lock = threading.Lock()
         self._book = Connections(max_unauthenticated, max_per_address, min_age_seconds=0.0)
         self._port = 0
-        self._seen: dict[int, _Unauthenticated] = {}
-        """The connections of the last look, by inode."""
+        self._seen: dict[int, _Unauthenticated] = {}  # the connections of the last look, by inode
+        # The peers that have made a call, of connections that were open at the last look or have come since: the call of a
+        # new connection may come before the look that finds it.
         self._met: set[tuple[str, int]] = set()
-        """The peers that have made a call, of connections that were open at the last look or have come since."""
-        self._others: set[int] = set()
-        """The inodes of the last look that are no connections to the port."""
+        self._others: set[int] = set()  # the inodes of the last look that are no connections to the port
         self._num_unseen = 0
         self._rest_until = 0.0
 
@@ -84,7 +85,8 @@ class UnauthenticatedConnections:
 
     def meet(self, context: Any) -> None:
         """Record that a call has come over its connection."""
-        peer = _peer_of(context.peer())
+        # gRPC's name of the peer is "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000".
+        peer = _named(*split_address(unquote(context.peer()).partition(":")[2]))
         with self._lock:
             self._met.add(peer)
             for one in self._seen.values():
@@ -135,12 +137,6 @@ def _peer_at(descriptor: int, port: int) -> tuple[str, int] | None:
             name = own.getpeername()
             return _named(name[0], name[1])
     return None
-
-
-def _peer_of(name: str) -> tuple[str, int]:
-    """Return the peer that gRPC names "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"."""
-    host, port = split_address(unquote(name).partition(":")[2])
-    return _named(host, port)
 
 
 def _named(host: str, port: int) -> tuple[str, int]:

@@ -9,7 +9,6 @@ is read.
 import time
 from collections.abc import Callable
 
-from serving.hpack_fields import FieldCount
 from serving.http2_frames import (
     END_HEADERS,
     END_STREAM,
@@ -18,6 +17,7 @@ from serving.http2_frames import (
     PREFACE,
     PRIORITY,
     Code,
+    FieldCount,
     FrameReader,
     Kind,
 )
@@ -29,11 +29,15 @@ MAX_FIELDS = 512
 """Each counts as 32 bytes of metadata at least (RFC 9113, 6.5.2): more are above what a port accepts."""
 MAX_OPEN_STREAMS = 1024
 """More than a port allows at once: a client may open streams before it has received that number."""
+FIRST_BURST = 512
+"""Frames that a new client may send at once: fewer open and cancel the 128 calls that a port allows at a time.
+
+The event loop takes about half a millisecond for them, and every new connection may send so many."""
 BURST = 5_000
 RATE = 200.0
 """Frames per second beyond those that answer a frame of the server; and how many may be saved up."""
+# A larger DATA frame has a message, which flow control limits; padding has at most 255 bytes, and one for their number.
 _MAX_PADDED_BYTES = 256
-"""A larger DATA frame has a message, which flow control limits; padding has at most 255 bytes, and one for their number."""
 _BYTES_PER_UNIT = 64
 _PRIORITY_BYTES = 5
 _MESSAGE_KINDS = (Kind.HEADERS, Kind.DATA)
@@ -60,11 +64,6 @@ class _HeaderBlock:
         """Bytes of the frame that have not come and are fields, and, while it is unknown, padding."""
         self._has_unknown_padding = False
 
-    @property
-    def is_ending(self) -> bool:
-        """True if no further frame belongs to the block."""
-        return not self.stream
-
     def begin_frame(self, kind: int, flags: int, stream: int, length: int) -> None:
         """Count another frame. Raises FrameLimitError."""
         if not stream:
@@ -86,6 +85,7 @@ class _HeaderBlock:
     def read(self, piece: bytes) -> None:
         """Count the fields in a piece of the frame, without padding. Raises FrameLimitError."""
         if self._has_unknown_padding and piece:
+            # The first byte is the length of the padding at the end.
             self._num_left -= 1 + piece[0]
             self._has_unknown_padding = False
             piece = piece[1:]
@@ -99,24 +99,50 @@ class _HeaderBlock:
             raise FrameLimitError(Code.ENHANCE_YOUR_CALM, f"a header block has more than {MAX_FIELDS} fields")
 
 
+class Calls:
+    """The calls of one connection that have begun and not ended, by stream."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._last_stream = 0
+        self.num_begun = 0
+        self.has_accepted = False
+        """True once the server has begun to answer a call."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, stream: int) -> None:
+        """Record the end of a header block of the client, which begins a call unless it ends one."""
+        # Streams of a client have growing numbers: headers of an earlier one are trailers.
+        if stream > self._last_stream:
+            self._last_stream = stream
+            self._open.add(stream)
+            self.num_begun += 1
+
+    def end(self, stream: int) -> None:
+        """Record that either side has ended a call."""
+        self._open.discard(stream)
+
+
 class ClientFrames:
     """Counts the frames of one connection, in both directions. Its memory does not depend on what the client sends.
 
     Each frame of the client costs a unit; large DATA frames cost nothing, and payloads other than headers a unit per 64
-    bytes. A unit comes back for each frame of a message from the server, since a client acknowledges what it reads with
-    small frames, and at ``RATE``. clock: returns seconds.
+    bytes. A client begins with ``FIRST_BURST`` of them. A unit comes back for each frame of a message from the server,
+    since a client acknowledges what it reads with small frames, and at ``RATE``. clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._sent = FrameReader(self._on_sent, self._on_fields)
-        self._answered = FrameReader(self._on_answered)
+        self._sent = FrameReader(self._on_sent, lambda piece: self._block.read(piece))
+        self.answered = FrameReader(self._on_answered)
+        """Reads what the server sends; between its frames another one may follow."""
         self._preface = PREFACE
         self._has_settings = False
         self._block = _HeaderBlock()
-        self._open: set[int] = set()
-        self._last_stream = 0
-        self._budget = (BURST, clock())
+        self.calls = Calls()
+        self._budget = (FIRST_BURST, clock())
         self.num_blocks = 0
         """The header blocks that have ended, and 1 for the client's first frame."""
 
@@ -130,16 +156,6 @@ class ClientFrames:
         """True if the client has to continue: its first frame has not come, or a header block has not ended."""
         return not self._has_settings or bool(self._block.stream) or self._sent.is_in_payload
 
-    @property
-    def num_open(self) -> int:
-        """The number of calls that have begun and not ended."""
-        return len(self._open)
-
-    @property
-    def may_send_goaway(self) -> bool:
-        """True if a frame may follow what the server has sent so far."""
-        return self._answered.is_between_frames
-
     def read_sent(self, data: bytes) -> None:
         """Count what the client has sent. Raises FrameLimitError."""
         if self._preface:
@@ -149,14 +165,11 @@ class ClientFrames:
             self._preface = self._preface[len(begin) :]
         self._sent.feed(data)
 
-    def read_answered(self, data: bytes) -> None:
-        """Count what the server has sent."""
-        self._answered.feed(data)
-
     def _on_sent(self, kind: int, flags: int, stream: int, length: int) -> bool:
         if kind == Kind.DATA:
             if length <= _MAX_PADDED_BYTES:
                 self._charge(1)
+            # The frequent case of a message needs no further checks.
             if not self._block.stream and self._has_settings:
                 return False
         self._check_order(kind, stream, length)
@@ -168,7 +181,7 @@ class ClientFrames:
         if kind == Kind.PUSH_PROMISE:
             raise FrameLimitError(Code.PROTOCOL_ERROR, "a client cannot push")
         if kind == Kind.RST_STREAM:
-            self._open.discard(stream)
+            self.calls.end(stream)
         elif kind == Kind.SETTINGS and not self._has_settings:
             self._has_settings = True
             self.num_blocks += 1
@@ -186,26 +199,24 @@ class ClientFrames:
         if kind == Kind.HEADERS:
             self._block = _HeaderBlock()
         self._block.begin_frame(kind, flags, stream, length)
-        if not self._block.is_ending:
+        if self._block.stream:
             return
         self.num_blocks += 1
-        if stream > self._last_stream:
-            self._last_stream = stream
-            self._open.add(stream)
-            if len(self._open) > MAX_OPEN_STREAMS:
-                raise FrameLimitError(Code.ENHANCE_YOUR_CALM, f"more than {MAX_OPEN_STREAMS} open calls")
-
-    def _on_fields(self, piece: bytes) -> None:
-        self._block.read(piece)
+        self.calls.begin(stream)
+        if len(self.calls) > MAX_OPEN_STREAMS:
+            raise FrameLimitError(Code.ENHANCE_YOUR_CALM, f"more than {MAX_OPEN_STREAMS} open calls")
 
     def _on_answered(self, kind: int, flags: int, stream: int, _length: int) -> bool:
         if kind in _MESSAGE_KINDS:
             left, since = self._budget
             self._budget = (min(BURST, left + 1), since)
             if flags & END_STREAM:
-                self._open.discard(stream)
+                self.calls.end(stream)
+            else:
+                # An error comes without a beginning: its only headers end the stream.
+                self.calls.has_accepted = True
         elif kind == Kind.RST_STREAM:
-            self._open.discard(stream)
+            self.calls.end(stream)
         return False
 
     def _charge(self, units: int) -> None:

@@ -1,12 +1,18 @@
-"""Accepts clients' connections, of HTTP and gRPC, within the limits of a listener and of the process's descriptors."""
+"""Accepts clients' connections, of HTTP and gRPC, within the limits of a listener and of the process's descriptors.
+
+The limit of descriptors is divided among the listeners of the process.
+"""
 
 import asyncio
 import errno
 import logging
+import resource
 import socket
 import ssl
 import stat
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 _UNIX_MODE = 0o660
+# In one round of the event loop: each takes about 0.2 ms, and delays the open connections.
 _ACCEPTS_AT_ONCE = 8
-"""The most connections accepted in one round of the event loop: each takes about 0.2 ms, and delays the open ones."""
 _RETRY_SECONDS = 1.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 HTTP_REFUSAL = (
@@ -27,6 +33,13 @@ HTTP_REFUSAL = (
     b"too many connections of one address"
 )
 _TLS_CLOSE_SECONDS = 5.0
+
+_MAX_LIMIT = 2**17
+_MIN_RESERVE = 64
+_MIN_SHARE = 8
+_PER_GRPC_CLIENT = 3
+_MAX_INTERNAL = 2**14
+_OWN_DESCRIPTORS = Path("/proc/self/fd")
 
 
 class PlainSocket(socket.socket):
@@ -64,6 +77,7 @@ async def listen(host: str, port: int, *, is_shared: bool = False) -> list[socke
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its connections inherit this
             if family == socket.AF_INET6:
+                # The IPv4 addresses have a socket of their own on the same port.
                 opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             opened.bind((address[0], bound_port, *address[2:]))
             opened.setblocking(False)
@@ -82,12 +96,14 @@ def listen_at_path(path: str) -> socket.socket:
     """
     opened = PlainSocket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if stat.S_ISSOCK(_mode_of(path)):
-            if opened.connect_ex(path) == 0:
-                raise OSError(errno.EADDRINUSE, "another process listens there")
-            Path(path).unlink()
-            opened.close()
-            opened = PlainSocket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(Path(path).lstat().st_mode):
+                # A socket whose process has ended refuses a connection.
+                if opened.connect_ex(path) == 0:
+                    raise OSError(errno.EADDRINUSE, "another process listens there")
+                Path(path).unlink()
+                opened.close()
+                opened = PlainSocket(socket.AF_UNIX, socket.SOCK_STREAM)
         opened.bind(path)
         Path(path).chmod(_UNIX_MODE)
         opened.setblocking(False)
@@ -96,14 +112,6 @@ def listen_at_path(path: str) -> socket.socket:
         opened.close()
         raise
     return opened
-
-
-def _mode_of(path: str) -> int:
-    """Return the mode of a file; 0 if there is none."""
-    try:
-        return Path(path).lstat().st_mode
-    except FileNotFoundError:
-        return 0
 
 
 def _has(family: socket.AddressFamily, host: str) -> bool:
@@ -221,6 +229,7 @@ class HttpAcceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
+                # The process or the system is out of descriptors or memory: the client stays in the backlog.
                 if error.errno not in _EXHAUSTED:
                     raise
                 logger.warning("no connection can be accepted: %s", error.strerror)
@@ -238,16 +247,19 @@ class HttpAcceptor:
             return
         connection = self._make()
         self._book.add(connection, address)
-        opening = self._loop.create_task(self._open(accepted, connection), name="open a connection")
+        opening = self._loop.create_task(self._open(accepted, connection, address), name="open a connection")
         self._openings.add(opening)
         connection.call_to_abort(opening.cancel)
         opening.add_done_callback(self._openings.discard)
 
-    async def _open(self, accepted: socket.socket, connection: Accepted) -> None:
-        """Open the connection, with a TLS handshake if there is TLS; a failure closes it."""
+    async def _open(self, accepted: socket.socket, connection: Accepted, address: str) -> None:
+        """Open the connection when it is its address's turn, with a TLS handshake if there is TLS; a failure closes it."""
         handshake = self._limits.header_seconds if self._tls else None
         closing = _TLS_CLOSE_SECONDS if self._tls else None
+        penalties = self._book.penalties
         try:
+            if penalties.is_due(address):
+                await penalties.until_turn(address)
             await self._loop.connect_accepted_socket(
                 lambda: cast(asyncio.BaseProtocol, connection),
                 accepted,
@@ -256,8 +268,10 @@ class HttpAcceptor:
                 ssl_shutdown_timeout=closing,
             )
         except OSError as error:
+            penalties.note(address, penalties.opening_seconds)
             logger.debug("a connection ended before its first request: %s", error)
         finally:
+            # Nothing else closes the socket of a connection that was not opened.
             if not connection.is_open:
                 self._book.remove(connection)
                 accepted.close()
@@ -269,6 +283,76 @@ def _refuse(accepted: socket.socket, refusal: bytes) -> None:
         try:
             if refusal:
                 accepted.send(refusal)
+            # Closing alone could drop the answer, if bytes of the client were not read.
             accepted.shutdown(socket.SHUT_WR)
         except OSError:
             pass
+
+
+@dataclass(frozen=True)
+class ConnectionCaps:
+    """Limits of the open connections of each listener. internal: those of workers, authenticated or not.
+
+    grpc: a connection of a client has up to three descriptors, since its front connects to gRPC's server.
+    """
+
+    http: int
+    grpc: int
+    internal: int
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit on open descriptors to the hard one (at most 131,072); return the soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = min(hard, _MAX_LIMIT) if hard != resource.RLIM_INFINITY else _MAX_LIMIT
+    if soft == resource.RLIM_INFINITY or soft >= target:
+        return _MAX_LIMIT if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    except (OSError, ValueError) as error:
+        logger.warning("the limit of %d open descriptors cannot be raised to %d: %s", soft, target, error)
+        return soft
+    return target
+
+
+def num_open_descriptors() -> int:
+    """Count the open descriptors of this process; 64 if the system does not list them."""
+    return sum(1 for _ in _OWN_DESCRIPTORS.iterdir()) if _OWN_DESCRIPTORS.is_dir() else _MIN_RESERVE
+
+
+def internal_connections(limit: int, num_open: int) -> int:
+    """Return the limit of connections on the internal port of a process without public ports."""
+    reserve = _reserve(limit)
+    return min(_MAX_INTERNAL, max(reserve // 2, limit - num_open - 2 * reserve))
+
+
+def _reserve(limit: int) -> int:
+    return max(_MIN_RESERVE, limit // 8)
+
+
+def connection_caps(
+    max_connections: int, limit: int, num_open: int, num_files: int | None = None
+) -> ConnectionCaps:
+    """Divide the descriptors that the process does not need itself among its public listeners.
+
+    max_connections: the configured limit of each listener. limit: the process's limit on descriptors. num_open: number of
+    open ones. One eighth of the limit (at least 64) is reserved for workers and operators. HTTP gets three quarters of the
+    rest, gRPC one quarter. The internal port gets the remainder, and at least half of the reserve. num_files: files that
+    batches have open, for which up to a third of the rest is reserved; if it is given, each HTTP client may also open one.
+    """
+    reserve = _reserve(limit)
+    free = limit - num_open - reserve
+    # Batches must not take what clients need.
+    free -= min(num_files or 0, free // 3)
+    per_client = 1 if num_files is None else 2
+    http = max(_MIN_SHARE, min(max_connections, free * 3 // 4 // per_client))
+    public = max(_MIN_SHARE, min(max_connections, free // 4 // _PER_GRPC_CLIENT))
+    left = free - per_client * http - _PER_GRPC_CLIENT * public
+    caps = ConnectionCaps(http, public, min(_MAX_INTERNAL, max(reserve // 2, left)))
+    if caps.http < max_connections:
+        logger.warning(
+            "max_connections is %d; the limit of %d open descriptors allows %d for HTTP and %d for gRPC: "
+            "raise it (ulimit -n, LimitNOFILE)",
+            *(max_connections, limit, caps.http, caps.grpc),
+        )
+    return caps

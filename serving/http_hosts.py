@@ -75,7 +75,7 @@ class HostCheck:
         if header is None or self._is_open:
             return True
         host = _host_of(header)
-        return host in self._names or (not self._is_local and _is_ip_address(host))
+        return host in self._names or (not self._is_local and is_ip_address(host))
 
     def is_own_origin(self, origin: str | None) -> bool:
         """Return True if a request with this Origin header, or without one, is not from a page of another site."""
@@ -109,7 +109,8 @@ def _origin_host(origin: str) -> str:
         return ""
 
 
-def _is_ip_address(host: str) -> bool:
+def is_ip_address(host: str) -> bool:
+    """Return whether a host is an address and not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

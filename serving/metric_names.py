@@ -34,6 +34,11 @@ WORKER_METRICS: Mapping[str, Metric] = {
     "cached_tokens_total": Metric("Prompt tokens of admitted requests that were found in the prefix cache."),
     "received_tokens_total": Metric("Prompt tokens whose KV was fetched from another worker."),
     "steps_total": Metric("Steps of the engine."),
+    "dummy_steps_total": Metric("Empty forward passes for the other ranks of a data-parallel group."),
+    "group_steps_total": Metric(
+        "Forward passes that this rank made with its data-parallel group, dummies included."
+    ),
+    "group_calls_total": Metric("Steps that this rank has announced to the coordinator of its group."),
     "step_held_seconds_total": Metric(
         "Seconds of delayed and interrupted steps, so that arriving requests could join."
     ),

@@ -1,4 +1,4 @@
-"""Reads small files named by settings; other users must not be able to read or replace those with secrets."""
+"""Reads small files named by settings, and detects their changes; others must not be able to read or replace secrets."""
 
 import os
 import stat
@@ -9,6 +9,7 @@ from contract.errors import SettingError
 
 _MAX_BYTES = 2**20
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+Stamp = tuple[int, ...] | None
 
 
 def read_private_file(path: Path, param: str) -> bytes:
@@ -80,6 +81,7 @@ def _check_file(path: Path, info: os.stat_result, param: str) -> None:
 
 def _check_folder(path: Path, folder: Path, param: str) -> None:
     info = folder.stat()
+    # With the sticky bit, as in /tmp, only the owner of a file can rename or remove it.
     if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
         raise SettingError(
             f"{param} {path} is in {folder} of mode {stat.S_IMODE(info.st_mode):04o}, where every user can replace it;"
@@ -97,3 +99,13 @@ def who_else_may_replace(info: os.stat_result, own_user: int, own_groups: Collec
     if info.st_mode & stat.S_IWGRP and not info.st_mode & stat.S_ISVTX and info.st_gid not in own_groups:
         return f"group {info.st_gid}"
     return None
+
+
+def stamp_of(file: Path) -> Stamp:
+    """Return a value that changes with the file (with a link's target); None if the file does not exist."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    # The content may change within one tick of the clock, or with the old time set again: the other numbers show that.
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

@@ -82,6 +82,7 @@ def read_settings_file(path: Path, commands: Mapping[str, Collection[str]]) -> S
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        # The words of the standard parser for a name that is both a value and a table.
         is_double = re.search("twice|overwrite|Cannot", str(error))
         hint = "; a name is either a value or a table, so put the numbers of workers for up into [up]"
         raise SettingError(
@@ -93,7 +94,14 @@ def read_settings_file(path: Path, commands: Mapping[str, Collection[str]]) -> S
     tables[TOP] = {name: value for name, value in content.items() if name not in tables}
     file = SettingsFile(path, tables, _lines(text))
     _check_names(file, commands)
-    _check_secrets(file, mode)
+    for table, values in file.tables.items():
+        for name in filter(is_secret, values):
+            if mode & 0o077:
+                raise SettingError(
+                    f"{file.place(table, name)}: {name} is a secret, but the file's mode is {mode & 0o777:04o}:"
+                    f" `chmod 600 {file.path}`, or put the secret into a file of its own",
+                    param=name,
+                )
     return file
 
 
@@ -142,15 +150,4 @@ def _check_names(file: SettingsFile, commands: Mapping[str, Collection[str]]) ->
                 hint = f" (it is one of {', '.join(others)})" if others else nearest(name, allowed)
                 raise SettingError(
                     f"{file.place(table, name)}: {name!r} is not a setting of {owner}{hint}", param=name
-                )
-
-
-def _check_secrets(file: SettingsFile, mode: int) -> None:
-    for table, values in file.tables.items():
-        for name in filter(is_secret, values):
-            if mode & 0o077:
-                raise SettingError(
-                    f"{file.place(table, name)}: {name} is a secret, but the file's mode is {mode & 0o777:04o}:"
-                    f" `chmod 600 {file.path}`, or put the secret into a file of its own",
-                    param=name,
                 )

@@ -1,12 +1,15 @@
 """SIGTERM and SIGINT: as an event that a service waits for, and as an exception that ends everything else.
 
 A command has one of three states. Outside of an event loop, SIGTERM raises ``Terminated`` as SIGINT raises KeyboardInterrupt
-(``raising_sigterm``). In an event loop, the first of both cancels the main task (``run``; asyncio does so for SIGINT). A
-service that stops in an order of its own waits for an event (``until_stopped``).
+(``raising``). In an event loop, the first of both cancels the main task (``run``; asyncio does so for SIGINT). A
+service that stops in an order of its own waits for an event (``until_stopped``). A child process also ends with its parent.
 """
 
 import asyncio
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 T = TypeVar("T")
 _LOOK_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
 
 
 class Terminated(KeyboardInterrupt):
@@ -52,23 +56,31 @@ def exception_of(number: int) -> KeyboardInterrupt:
     return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
 
 
-def number_of(error: KeyboardInterrupt) -> int:
-    """Return the signal that an exception stands for."""
-    return signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
-
-
 @contextmanager
-def raising_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise Terminated within the block, so that its ``finally`` clauses run. Main thread only."""
+def raising(*numbers: signal.Signals) -> Iterator[None]:
+    """Make these signals raise their exceptions within the block, so that its ``finally`` clauses run. Main thread only.
 
-    def raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise Terminated
+    Any other exception that ends the block after a signal stands for the signal: native code that an exception interrupts,
+    such as pydantic's while it builds a class, raises one of its own.
+    """
+    arrived: list[int] = []
 
-    earlier = signal.signal(signal.SIGTERM, raise_terminated)
+    def raise_signal(number: int, _frame: FrameType | None) -> NoReturn:
+        arrived.append(number)
+        raise exception_of(number)
+
+    earlier = {number: signal.signal(number, raise_signal) for number in numbers}
     try:
         yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if arrived:
+            raise exception_of(arrived[0]) from error
+        raise
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -125,3 +137,21 @@ def _handled(numbers: tuple[signal.Signals, ...], handle: Any) -> Iterator[None]
         for number in numbers:
             loop.remove_signal_handler(number)
             signal.signal(number, earlier[number])
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Make the kernel kill this process when its parent, ``parent_pid``, ends.
+
+    Linux: prctl(PR_SET_PDEATHSIG, SIGKILL), see prctl(2); the signal is bound to the parent's *thread* that started this
+    process. If the parent has ended before the call, which its pid shows, the process exits at once with code 1. Other
+    systems have no such call; there only the pid is checked.
+    """
+    # It writes to its parent's terminal, but is no foreground process of the session: ``stty tostop`` would stop it.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The parent may have ended before the call above: then no signal comes.
+    if os.getppid() != parent_pid:
+        sys.exit(1)

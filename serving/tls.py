@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import SettingError
-from serving.file_stamp import Stamp, stamp_of
-from serving.private_files import read_private_file, read_public_file
+from serving.private_files import Stamp, read_private_file, read_public_file, stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +24,8 @@ class _Pair:
     grpc: ssl.SSLContext
 
 
+# Suites of TLS 1.2 with forward secrecy and authenticated encryption (RFC 9325, section 4.2). TLS 1.3 has no others.
 _SUITES = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""Suites of TLS 1.2 with forward secrecy and authenticated encryption (RFC 9325, section 4.2). TLS 1.3 has no others."""
 
 
 class Tls:
@@ -51,6 +50,7 @@ class Tls:
     def _newest(self) -> _Pair:
         """Return the files' pair if they have changed and can be used, else the last one."""
         stamps = self._look()
+        # Those of unusable files are kept too: the files are read again when they change, and the error is logged once.
         if stamps != self._stamps:
             self._stamps = stamps
             try:
@@ -102,16 +102,15 @@ def _context(certificate: Path, key: Path, protocol: str) -> ssl.SSLContext:
     except ssl.SSLError as error:
         raise _unusable(certificate, key, error) from error
     except OSError as error:
-        raise _unreadable(certificate, "tls_certificate_file", error) from error
+        raise SettingError(
+            f"tls_certificate_file {certificate} cannot be read: {error.strerror or error}",
+            param="tls_certificate_file",
+        ) from error
     return context
 
 
 def _no_password() -> str:
     raise SettingError("tls_key_file is encrypted; use a key without a passphrase", param="tls_key_file")
-
-
-def _unreadable(path: Path, param: str, error: OSError) -> SettingError:
-    return SettingError(f"{param} {path} cannot be read: {error.strerror or error}", param=param)
 
 
 def _unusable(certificate: Path, key: Path, error: ssl.SSLError) -> SettingError:

@@ -1,6 +1,6 @@
 """Checkpoints that answer as an agent's model: a question by the call of a tool, a tool's result by a text.
 
-The model is the one of ``engine.testing.model``, which finds its answer in the prompt by attention over the KV cache. The
+The model is the one of ``engine.models.scripted``, which finds its answer in the prompt by attention over the KV cache. The
 chat template is a form that models for agents are published with; before its generation prompt it writes the script of
 the answer, which the role of the last message selects.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from engine.testing.model import write_scripted_model
-from engine.testing.scripted_config import ScriptTokens
+from engine.models.scripted import write_scripted_model
+from engine.models.scripted_config import ScriptTokens
 from tests.text import agent_templates
 
 LENGTH = 2**16

@@ -12,11 +12,13 @@ from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
 from engine.client import EngineClient, InProcessClient
+from engine.connecting import Transfers
 from engine.connector import ConnectorFactory
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.transport import ReceiverTransport
+from roles.table import STAGES
 
 Decorate = Callable[[ReceiverTransport], ReceiverTransport]
 
@@ -106,10 +108,10 @@ async def running_pair(
         return transfer_factory(role, decorate, sides.transport, **sides.links)
 
     sender = EngineSettings(**{**both, **sides.prefill})
-    prefill = await InProcessClient.start(sender, connect(Role.PREFILL, None))
+    prefill = await InProcessClient.start(sender, Transfers(connect(Role.PREFILL, None), STAGES))
     try:
         receiver = EngineSettings(**{**both, **sides.decode})
-        decode = await InProcessClient.start(receiver, connect(Role.DECODE, decorate))
+        decode = await InProcessClient.start(receiver, Transfers(connect(Role.DECODE, decorate), STAGES))
         try:
             yield EnginePair(prefill, decode)
         finally:

@@ -5,8 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.models.config import RopeConfig
-from engine.models.layers import RMSNorm
-from engine.models.rope import inverse_frequencies, rotate, rotation
+from engine.models.decoder import RMSNorm, inverse_frequencies, rotate, rotation
 
 EPS = 1e-5
 HEADS = [(4, 2, 16), (14, 2, 64), (12, 2, 128), (1, 1, 80), (9, 3, 96), (8, 8, 2)]
@@ -48,7 +47,7 @@ def check_turn(
     Of six tokens one has no slot, one begins a block, whose other slots are zeroed, and all other slots stay as they are.
     """
     from engine.attention.backend import Slots
-    from engine.fused.turning import HeadNorms, Heads, store_turned
+    from engine.fused.rows import HeadNorms, Heads, rotate_and_store
 
     num_heads, num_kv_heads, head_dim = sizes
     packed = random(6, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
@@ -62,12 +61,11 @@ def check_turn(
     own = pool.to(device, copy=True)
     slots = Slots(*(torch.tensor(each, dtype=torch.int32, device=device) for each in (places, num_cleared)))
     heads = Heads(num_heads, num_kv_heads, head_dim, weights, EPS)
-    query = store_turned(heads, packed.to(device), (cos.to(device), sin.to(device)), own[:, 1], slots)
+    query = rotate_and_store(heads, packed.to(device), (cos.to(device), sin.to(device)), own[:, 1], slots)
     parts = torch.split(packed.view(6, -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    turned = [
-        rotate((norm(states) if norm else states).float(), cos.float(), sin.float()).to(dtype)
-        for norm, states in zip(norms or (None, None), parts, strict=False)
-    ]
+    normed = [norm(part) for norm, part in zip(norms, parts, strict=False)] if norms else parts[:2]
+    queries, keys = (part.float() for part in normed)
+    turned = [states.to(dtype) for states in rotate(queries, keys, cos.float(), sin.float())]
     assert_near(query, turned[0])
     stored = own.cpu()
     for token, (place, count) in enumerate(zip(places, num_cleared, strict=True)):

@@ -7,8 +7,8 @@ from engine.compute.forward_graphs import GraphedForward, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
-from engine.testing.graphs import RerunRecorder
 from tests.attention_cases import CPU, Case
+from tests.fakes.engine.graphs import RerunRecorder
 
 MAX_LEN = 96
 CASE = Case(head_dim=16, block_size=4, work=((1, 1), (15, 1), (16, 1), (30, 1), (7, 1), (3, 1)))

@@ -33,6 +33,13 @@ REQUEST = b"\x83\x86" + b"".join(
 """The header block of a call of the health service, which needs no key."""
 
 
+def whole_call(stream: int, method: bytes) -> bytes:
+    """Return the frames of a call with an empty message and without a key."""
+    rest = REQUEST[REQUEST.index(literal(b":authority", b"localhost")) :]
+    block = b"\x83\x86" + literal(b":path", method) + rest
+    return frame(Kind.HEADERS, END_HEADERS, stream, block) + frame(Kind.DATA, END_STREAM, stream, bytes(5))
+
+
 def new_headers(size: int) -> bytes:
     """Return ever new headers of about 100 bytes, ``size`` bytes together."""
     return b"".join(literal(b"x-%08d" % n, b"v" * 88) for n in range(size // 101))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from engine.testing.model import write_scripted_model
-from engine.testing.scripted_config import ScriptTokens
+from engine.models.scripted import write_scripted_model
+from engine.models.scripted_config import ScriptTokens
 from tests.text.tiny_model import END, tiny_tokenizer
 
 LENGTH = 2048

@@ -11,12 +11,12 @@ from functools import partial
 
 from text.tokenizer import Tokenizer
 
+# Tokens of an unfinished UTF-8 character: it has at most 3 bytes, a token at least one.
 _MAX_PARTIAL = 3
-"""Tokens of an unfinished UTF-8 character: it has at most 3 bytes, a token at least one."""
+# Prompt tokens at the beginning of the first window: the first token's text depends on those before it.
 _CONTEXT = 5
-"""Prompt tokens at the beginning of the first window."""
+# Tokens without text that a window keeps before its beginning moves.
 _MAX_SILENT = 16
-"""Tokens without text that a window keeps before its beginning moves."""
 _REPLACEMENT = "\ufffd"
 
 

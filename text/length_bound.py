@@ -6,7 +6,7 @@ length in bytes, or by the tokens of its beginning.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -20,11 +20,10 @@ MAX_BYTES_PER_TOKEN = 16
 _PIECE = 2**16
 _PIECE_SLACK = 4
 _TEXT_SLACK = 1024
+# Factors by which normalizers can shrink a text's bytes; others are unknown.
 _COMPOSING = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4, "Prepend": 1, "ByteLevel": 1}
-"""Factors by which normalizers can shrink a text's bytes; others are unknown."""
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
 """Pre-tokenizers that drop no text."""
-_BYTES = range(256)
 
 
 class LengthBound:
@@ -36,6 +35,7 @@ class LengthBound:
     def __init__(self, backend: FastTokenizer) -> None:
         spec = json.loads(backend.to_str())
         self._backend = backend
+        # Such a token takes white space on either side of the cut between two pieces.
         self._is_local = not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
         self.bytes_per_token = _bytes_per_token(spec) if self._is_local else None
 
@@ -47,12 +47,9 @@ class LengthBound:
             most = self.bytes_per_token * max_tokens
             if len(text) > most or len(text.encode(errors="replace")) > most:
                 return True
-        return len(text) > max(_PIECE, 4 * max_tokens) and self._has_too_many_in_pieces(text, max_tokens)
-
-    def _has_too_many_in_pieces(self, text: str, max_tokens: int) -> bool:
-        """Count tokens piece by piece, up to twice the limit, since a cut may split a token into a few."""
-        if not self._is_local:
+        if len(text) <= max(_PIECE, 4 * max_tokens) or not self._is_local:
             return False
+        # Tokens are counted piece by piece, up to twice the limit, since a cut may split a token into a few.
         count = 0
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]
@@ -102,11 +99,25 @@ def _too_many_tokens(num_characters: int, max_tokens: int, param: str) -> Contex
 
 def _bytes_per_token(spec: Mapping[str, Any]) -> int | None:
     """Return the bytes of the longest token, times the normalizer's shrink factor; None if unknown."""
-    shrinking = _shrinking(spec.get("normalizer"))
+    normalizers = _parts(spec.get("normalizer"), "normalizers")
+    pre_tokenizers = _parts(spec.get("pre_tokenizer"), "pretokenizers")
+    shrinking = _shrinking(normalizers)
+    keeps_all = all(
+        step["type"] in _KEEPING
+        or (step["type"] in ("Split", "Punctuation") and step.get("behavior") != "Removed")
+        for step in pre_tokenizers
+    )
     model = spec["model"]
-    if shrinking is None or not _keeps_all(spec.get("pre_tokenizer")) or model["type"] != "BPE":
+    if shrinking is None or not keeps_all or model["type"] != "BPE":
         return None
-    if not (_has_all_bytes(spec) or _falls_back_to_bytes(model)):
+    has_fallback = model.get("byte_fallback") and all(
+        f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)
+    )
+    # Otherwise the text must be converted to bytes first, all of which the vocabulary has.
+    is_byte_level = any(step["type"] == "ByteLevel" for step in (*normalizers, *pre_tokenizers))
+    if not has_fallback and not (
+        is_byte_level and all(char in model["vocab"] for char in ByteLevel.alphabet())
+    ):
         return None
     written = [*model["vocab"], *(token["content"] for token in spec["added_tokens"])]
     return shrinking * max(len(token.encode()) for token in written)
@@ -121,9 +132,9 @@ def _parts(spec: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]
     return [part for inner in spec[name] for part in _parts(inner, name)]
 
 
-def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
+def _shrinking(normalizers: Iterable[Mapping[str, Any]]) -> int | None:
     factor = 1
-    for step in _parts(normalizer, "normalizers"):
+    for step in normalizers:
         if step["type"] == "Replace":
             pattern = step["pattern"].get("String", "")
             if not pattern or len(step["content"].encode()) < len(pattern.encode()):
@@ -133,25 +144,3 @@ def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
         else:
             factor *= own
     return factor
-
-
-def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    return all(
-        step["type"] in _KEEPING
-        or (step["type"] in ("Split", "Punctuation") and step.get("behavior") != "Removed")
-        for step in _parts(pre_tokenizer, "pretokenizers")
-    )
-
-
-def _has_all_bytes(spec: Mapping[str, Any]) -> bool:
-    """Return True if text is converted to bytes first, and the vocabulary has all of them."""
-    steps = [
-        *_parts(spec.get("normalizer"), "normalizers"),
-        *_parts(spec.get("pre_tokenizer"), "pretokenizers"),
-    ]
-    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
-    return is_byte_level and all(char in spec["model"]["vocab"] for char in ByteLevel.alphabet())
-
-
-def _falls_back_to_bytes(model: Mapping[str, Any]) -> bool:
-    return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in _BYTES)

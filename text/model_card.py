@@ -1,20 +1,34 @@
-"""The facts about a model that text processing needs, read from its folder without its weights."""
+"""The facts about a model that text processing needs, read from its folder without its weights.
+
+Its chat templates are found in every layout that ``transformers`` has used.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from contract.errors import InvalidRequestError, SettingError
-from contract.model_folder import check_entries, end_token_ids
-from contract.sampling import SamplingParams
+from contract.model_folder import check_entries, end_token_ids, read_text
+from contract.sampling import MODEL_DEFAULTS, SamplingParams
 from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.templates.attempt import Prompt
 from text.templates.chat_template import ChatTemplate
-from text.templates.folder import TEMPLATE_FILES, read_templates
 from text.templates.process import ProcessRenderer
 from text.templates.sandbox import DEFAULT
 from text.tokenizer import Tokenizer, read_json
 
+TEMPLATE_FILE = "chat_template.jinja"
+ADDITIONAL_FOLDER = "additional_chat_templates"
+_JSON_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+_MAX_TEMPLATE_BYTES = 4 * 2**20
+TEMPLATE_FILES = (
+    TEMPLATE_FILE,
+    f"{ADDITIONAL_FOLDER}/tool_use.jinja",
+    f"{ADDITIONAL_FOLDER}/rag.jinja",
+    "chat_template.json",
+    "processor_config.json",
+)
+"""The files from which templates are read, apart from tokenizer_config.json."""
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -26,30 +40,24 @@ MODEL_FILES = (
 """The small files from which a model card is read."""
 _MAX_SIZE = 2**31 - 1
 _MAX_NUMBER = 1e9
-_EVERY_TOKEN = -1
-"""A top_k that some folders use instead of 0."""
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """A served model. ``temperature`` to ``repetition_penalty`` are its generation defaults.
+    """A served model.
 
     max_model_len: maximum number of tokens of prompt and answer. eos_token_ids: tokens that end an answer. vocab_size: token
-    ids are below this. chat_template: None for a model without one. answer_format: the format of its tool calls and
-    reasoning. hidden_size: length of an embedding; None if config.json does not have it. special_tokens_in_messages: special
-    tokens that a client types in a message are encoded as such.
+    ids are below this. defaults: its generation defaults. chat_template: None for a model without one. answer_format: the
+    format of its tool calls and reasoning. hidden_size: length of an embedding; None if config.json does not have it.
+    special_tokens_in_messages: special tokens that a client types in a message are encoded as such.
     """
 
     name: str
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     vocab_size: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
+    defaults: SamplingParams
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     answer_format: AnswerFormat
@@ -88,21 +96,38 @@ class ModelCard:
         config = read_json(folder / "config.json")
         if not config:
             raise SettingError(f"{folder} contains no config.json", param="model")
-        config = _text_config(config)
+        # A multimodal model has the configuration of its text part within that of the whole.
+        part = config.get("text_config")
+        if not isinstance(part, dict | None):
+            raise SettingError(
+                f"model: config.json cannot be read: text_config is {part!r:.80}; it must be an object",
+                param="model",
+            )
+        config = part or config
         generation = read_json(folder / "generation_config.json")
-        defaults = _generation_defaults(generation)
         tokenizer = Tokenizer.from_folder(folder)
-        template = _chat_template(folder, tokenizer)
+        named = read_templates(folder)
+        template = (
+            None
+            if not named
+            else ChatTemplate(
+                named[DEFAULT],
+                bos_token=tokenizer.bos_token,
+                eos_token=tokenizer.eos_token,
+                named=named,
+                tokens=tokenizer.named_tokens,
+                special=tokenizer.special_tokens,
+                make_renderer=ProcessRenderer,
+            )
+        )
+        own_end = tokenizer.token_id(tokenizer.eos_token)
+        end_tokens = {*end_token_ids(config, generation), *([] if own_end is None else [own_end])}
         return cls(
             name=name or folder.resolve().name,
             max_model_len=_max_model_len(config, folder),
-            eos_token_ids=_eos_token_ids(config, generation, tokenizer),
+            eos_token_ids=tuple(sorted(end_tokens)),
             vocab_size=_vocab_size(config, folder),
-            temperature=defaults.temperature,
-            top_p=defaults.top_p,
-            top_k=defaults.top_k,
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
+            defaults=_generation_defaults(generation),
             tokenizer=tokenizer,
             chat_template=template,
             hidden_size=None if config.get("hidden_size") is None else _size(config, "hidden_size"),
@@ -111,29 +136,17 @@ class ModelCard:
         )
 
 
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the text part of a multimodal model's configuration, else the whole configuration."""
-    part = config.get("text_config")
-    if not isinstance(part, dict | None):
-        raise SettingError(
-            f"model: config.json cannot be read: text_config is {part!r:.80}; it must be an object",
-            param="model",
-        )
-    return part or config
-
-
 def _generation_defaults(generation: dict[str, Any]) -> SamplingParams:
     """Return the model's generation defaults. Raises SettingError for defaults that would make requests invalid."""
-    top_k = _number(generation, "top_k", 0)
-    if top_k != int(top_k):
-        raise _wrong_default(f"top_k is {top_k}; it must be a whole number")
-    defaults = SamplingParams(
-        temperature=_number(generation, "temperature", 1.0),
-        top_p=_number(generation, "top_p", 1.0),
-        top_k=0 if top_k == _EVERY_TOKEN else int(top_k),
-        min_p=_number(generation, "min_p", 0.0),
-        repetition_penalty=_number(generation, "repetition_penalty", 1.0),
-    )
+    found: dict[str, Any] = {}
+    for parameter in MODEL_DEFAULTS:
+        number = _number(generation, parameter.name, parameter.default)
+        if number == parameter.written_for_default:
+            continue
+        if parameter.kind == "integer" and number != int(number):
+            raise _wrong_default(f"{parameter.name} is {number}; it must be a whole number")
+        found[parameter.name] = int(number) if parameter.kind == "integer" else number
+    defaults = SamplingParams(**found)
     try:
         defaults.check()
     except InvalidRequestError as error:
@@ -178,24 +191,50 @@ def _size(config: dict[str, Any], name: str) -> int:
     return value
 
 
-def _eos_token_ids(
-    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer
-) -> tuple[int, ...]:
-    """Return the generation config's end tokens (else the model config's), and the tokenizer's own."""
-    own = tokenizer.token_id(tokenizer.eos_token)
-    return tuple(sorted({*end_token_ids(config, generation), *([] if own is None else [own])}))
+def read_templates(folder: Path) -> dict[str, str]:
+    """Return the model's chat templates by name; empty if none is named "default" or has no name.
+
+    A template in a file takes precedence over one of the same name in tokenizer_config.json, then chat_template.json, then
+    processor_config.json. Raises SettingError for a file that cannot be a template.
+    """
+    found: dict[str, str] = {}
+    for name in _JSON_FILES:
+        found = {**_templates_by_name(read_json(folder / name).get("chat_template"), folder / name), **found}
+    if text := _read_template(folder / TEMPLATE_FILE):
+        found[DEFAULT] = text
+    additional = folder / ADDITIONAL_FOLDER
+    if additional.is_dir():
+        check_entries(additional)
+        for file in sorted(additional.glob("*.jinja")):
+            if text := _read_template(file):
+                found[file.stem] = text
+            if sum(map(len, found.values())) > _MAX_TEMPLATE_BYTES:
+                raise SettingError(
+                    f"the chat templates up to {file} have more than {_MAX_TEMPLATE_BYTES} characters",
+                    param="model",
+                )
+    return found if DEFAULT in found else {}
 
 
-def _chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    named = read_templates(folder)
-    if not named:
-        return None
-    return ChatTemplate(
-        named[DEFAULT],
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        named=named,
-        tokens=tokenizer.named_tokens,
-        special=tokenizer.special_tokens,
-        make_renderer=ProcessRenderer,
-    )
+def _templates_by_name(raw: Any, file: Path) -> dict[str, str]:
+    if isinstance(raw, list):
+        if not all(isinstance(entry, dict) for entry in raw):
+            raise SettingError(
+                f"{file} cannot be read: chat_template is not a list of templates", param="model"
+            )
+        raw = {name: entry.get("template") for entry in raw if isinstance(name := entry.get("name"), str)}
+    if isinstance(raw, str):
+        raw = {DEFAULT: raw}
+    if not isinstance(raw, dict):
+        return {}
+    return {
+        name: text for name, text in raw.items() if isinstance(name, str) and isinstance(text, str) and text
+    }
+
+
+def _read_template(file: Path) -> str:
+    if file.is_file() and (size := file.stat().st_size) > _MAX_TEMPLATE_BYTES:
+        raise SettingError(
+            f"{file} has {size} bytes; the limit of a chat template is {_MAX_TEMPLATE_BYTES}", param="model"
+        )
+    return read_text(file, _MAX_TEMPLATE_BYTES) or ""

@@ -1,7 +1,11 @@
-"""Encodes text and decodes token ids with a model folder's ``tokenizer.json`` and the ``tokenizers`` library."""
+"""Encodes text and decodes token ids with a model folder's ``tokenizer.json`` and the ``tokenizers`` library.
+
+``MessageEncoder`` encodes a chat's prompt with special tokens that a client typed as plain text.
+"""
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,20 +16,109 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from contract.errors import InvalidRequestError, SettingError
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_json_object, read_text
-from text.growth import check_added, check_growth
 from text.length_bound import LengthBound
-from text.message_tokens import MessageEncoder
-from text.pattern_trial import check_patterns
+from text.tokenizer_checks import check_added, check_growth, check_patterns
+
+# Precedes a section in place of the special token there: some tokenizers add a space at the beginning of a text.
+_SENTINEL = "\ue000kvbaton\ue001"
+Span = tuple[int, int]
+
+
+class MessageEncoder:
+    """Encodes prompts with one tokenizer. Owns a second tokenizer without special tokens, made at first use."""
+
+    def __init__(self, backend: FastTokenizer) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder().values()
+        self._special = {token.content: token for token in added if token.special}
+        self._ids = frozenset(backend.token_to_id(content) for content in self._special)
+        # One may be the beginning of another; an alternation takes the first that matches.
+        longest_first = sorted(map(re.escape, self._special), key=len, reverse=True)
+        self.pattern = re.compile("|".join(longest_first) or "(?!)")
+        """Matches a special token."""
+        self._plain: FastTokenizer | None = None
+
+    def encode(self, prompt: str, texts: Sequence[Span]) -> list[int]:
+        """Return the ids of a prompt; special tokens within ``texts`` are encoded as text.
+
+        Raises InvalidRequestError if the tokenizer cannot encode a typed one as text.
+        """
+        ids: list[int] = []
+        begin = done = 0
+        before: str | None = None
+        is_typed = False
+        # A section is the text between two special tokens of the template. Only those with typed tokens are encoded apart:
+        # everything between them gets the ids that it has in a prompt without typed tokens.
+        ends = [*self.pattern.finditer(prompt), None]
+        for match in ends:
+            if match is not None and _overlaps(match.span(), texts):
+                is_typed = True
+                continue
+            end = len(prompt) if match is None else match.start()
+            if is_typed:
+                ids += self._whole(prompt[done:begin])
+                ids += self._section(prompt[begin:end], before, None if match is None else match[0])
+                done = end
+                is_typed = False
+            if match is not None:
+                begin = match.end()
+                before = match[0]
+        return ids + self._whole(prompt[done:])
+
+    def _whole(self, text: str) -> list[int]:
+        if not text:
+            return []
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoded.ids)
+
+    def _section(self, text: str, before: str | None, after: str | None) -> list[int]:
+        """Return the ids of the text between two special tokens."""
+        # Such a token takes the white space beside it, which the tokenizer without special tokens would keep.
+        if before is not None and self._special[before].rstrip:
+            text = text.lstrip()
+        if after is not None and self._special[after].lstrip:
+            text = text.rstrip()
+        start = "" if before is None else _SENTINEL
+        ids = self._as_text(start + text)
+        if not self._ids.isdisjoint(ids):
+            # A token in the vocabulary itself is found even as text: the sentinel after its first character breaks it.
+            broken = self.pattern.sub(lambda match: f"{match[0][0]}{_SENTINEL}{match[0][1:]}", text)
+            ids = self._as_text(start + broken)
+        if not self._ids.isdisjoint(ids):
+            raise InvalidRequestError(
+                "a message contains a special token of the model that its tokenizer cannot encode as text; remove it",
+                param="messages",
+            )
+        return ids
+
+    def _as_text(self, text: str) -> list[int]:
+        plain = self._plain
+        if plain is None:
+            # It holds the vocabulary a second time, and few clients ever type a special token.
+            plain = FastTokenizer.from_str(self._backend.to_str())
+            plain.add_tokens([AddedToken(_SENTINEL, special=False, normalized=False)])
+            plain.encode_special_tokens = True
+            self._plain = plain
+        sentinel = plain.token_to_id(_SENTINEL)
+        (encoded,) = plain.encode_batch_fast([text], add_special_tokens=False)
+        return [token for token in encoded.ids if token != sentinel]
+
+
+def _overlaps(span: Span, texts: Sequence[Span]) -> bool:
+    """Return whether a span overlaps one of ``texts``, which are disjoint and in order."""
+    index = bisect_left(texts, span[1], key=lambda text: text[0]) - 1
+    return index >= 0 and texts[index][1] > span[0]
+
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE_MARK = "▁"
 _ADDED = "added_tokens_decoder"
+# The libraries keep tables with one entry per token id.
 _MAX_ID = 2**24 - 1
-"""The libraries keep tables with one entry per token id."""
 _TRIAL = "A trial: 1 é 中\n"
 _MAX_SHOWN = 500
+# Single tokens whose texts are kept.
 _MAX_DECODED = 2**15
-"""Single tokens whose texts are kept."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -69,13 +162,15 @@ class Tokenizer:
             raise SettingError(f"{folder} contains no tokenizer.json", param="model")
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         _check_added_tokens(config)
+        # The checks precede the loading: an added token or a step can already take unbounded memory there.
         try:
             check_growth(text)
             check_patterns(text)
             check_added([entry["content"] for entry in config.get(_ADDED, {}).values()])
             with PanicsAsErrors():
                 tokenizer = cls(FastTokenizer.from_str(text), config)
-                _check_ids(tokenizer)
+                if (largest := max(tokenizer.ids(), default=0)) > _MAX_ID:
+                    raise ValueError(f"it has token id {largest}; the limit is {_MAX_ID}")
                 tokenizer.decode(tokenizer.encode(_TRIAL))
         except Exception as error:  # the library raises the bare class
             raise SettingError(
@@ -95,7 +190,8 @@ class Tokenizer:
 
         texts: (start, end) of the client's texts, in order. Raises InvalidRequestError if that is not possible.
         """
-        if not self._messages.has_typed(prompt, texts):
+        special = self._messages.pattern.finditer(prompt)
+        if not any(_overlaps(match.span(), texts) for match in special):  # none was typed by the client
             return self.encode(prompt, add_special_tokens=False)
         with PanicsAsErrors():
             return self._messages.encode(prompt, texts)
@@ -153,6 +249,7 @@ class Tokenizer:
 
     def _add_missing_tokens(self, config: dict[str, Any], named: list[str]) -> None:
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        # The library numbers added tokens in the order in which they are added.
         added = sorted(config.get(_ADDED, {}).items(), key=lambda item: int(item[0]))
         missing = []
         for _, entry in added:
@@ -176,6 +273,7 @@ class PanicsAsErrors:
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         """Raise InvalidRequestError for a panic."""
+        # The library does not export the class.
         if type(error).__name__ == "PanicException":
             raise InvalidRequestError(
                 f"the model's tokenizer failed on this text: {str(error)[:_MAX_SHOWN]}"
@@ -199,23 +297,13 @@ def _wrong_added(what: str) -> SettingError:
     return SettingError(f"model: tokenizer_config.json cannot be read: {_ADDED} {what}", param="model")
 
 
-def _check_ids(tokenizer: Tokenizer) -> None:
-    largest = max(tokenizer.ids(), default=0)
-    if largest > _MAX_ID:
-        raise ValueError(f"it has token id {largest}; the limit is {_MAX_ID}")
-
-
 def _content(token: Any) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
 
 
-def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's table: printable bytes are themselves, the others are the characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
+# GPT-2's table: printable bytes are themselves, the others are the characters from U+0100 on.
+_BYTE_OF_CHAR = {chr(b): b for b in _PRINTABLE} | {chr(256 + n): b for n, b in enumerate(_OTHERS)}

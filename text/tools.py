@@ -1,4 +1,7 @@
-"""Checks the tools of a request, its tool choice, and the calls in a conversation."""
+"""Checks the tools of a request, its tool choice, and the calls in a conversation.
+
+A custom tool's call is a text, which the model writes as the only argument of a function: see ``TextArgument``.
+"""
 
 import json
 import re
@@ -7,12 +10,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from text.parsing.text_argument import as_argument
 
 Tool = dict[str, Any]
 """``{"type": "function", "function": {"name", …}}`` as the client sent it; description and parameters may be missing."""
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _MODES = ("none", "auto", "required")
+TEXT_NAME = "input"
+"""Name of the only argument of a function that stands for a custom tool."""
+TEXT_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {TEXT_NAME: {"type": "string"}},
+    "required": [TEXT_NAME],
+    "additionalProperties": False,
+}
+_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+# Characters and whole escapes; the rest is the end of the text, or an escape that more text completes.
+_WHOLE = re.compile(
+    r"""(?:[^"\\]
+    |\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\])|(?=\\[^u]))  # the halves of a pair stay together
+    |\\u(?![dD][89abAB])[0-9a-fA-F]{4}
+    |\\[^u])*""",
+    re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -54,12 +73,18 @@ def parse_tools(raw: Any, *, is_flat: bool = False) -> tuple[Tool, ...]:
 
 def parse_tool(raw: Any, where: str, *, is_flat: bool = False) -> Tool:
     """Check one tool and return it as ``parse_tools`` does. Raises InvalidRequestError that begins with ``where``."""
-    return _parse_flat_tool(raw, where) if is_flat else _parse_tool(raw, where)
-
-
-def _parse_tool(raw: Any, where: str) -> Tool:
     if not isinstance(raw, dict):
-        raise InvalidRequestError(f"{where} must be an object with type and function", param=where)
+        content = "name" if is_flat else "function"
+        raise InvalidRequestError(f"{where} must be an object with type and {content}", param=where)
+    if is_flat:
+        # OpenAI's Responses has tools of other types: one of them is no mistake of the client.
+        if raw.get("type") != "function":
+            raise UnsupportedFieldError(
+                f"{where}.type is {_shown(raw.get('type'))}; this version supports 'function'",
+                param=f"{where}.type",
+            )
+        _check_function(raw, where)
+        return {"type": "function", "function": {key: value for key, value in raw.items() if key != "type"}}
     if raw.get("type") != "function":
         raise InvalidRequestError(
             f"{where}.type is {_shown(raw.get('type'))}; it must be 'function'", param=f"{where}.type"
@@ -71,18 +96,6 @@ def _parse_tool(raw: Any, where: str) -> Tool:
         )
     _check_function(function, f"{where}.function")
     return raw
-
-
-def _parse_flat_tool(raw: Any, where: str) -> Tool:
-    if not isinstance(raw, dict):
-        raise InvalidRequestError(f"{where} must be an object with type and name", param=where)
-    if raw.get("type") != "function":
-        raise UnsupportedFieldError(
-            f"{where}.type is {_shown(raw.get('type'))}; this version supports 'function'",
-            param=f"{where}.type",
-        )
-    _check_function(raw, where)
-    return {"type": "function", "function": {key: value for key, value in raw.items() if key != "type"}}
 
 
 def _check_function(function: dict[str, Any], where: str) -> None:
@@ -103,7 +116,15 @@ def parse_tool_choice(raw: Any, tools: Sequence[Tool], *, is_flat: bool = False)
     if raw is None:
         return ToolChoice("auto" if tools else "none")
     if isinstance(raw, dict):
-        choice = ToolChoice("function", _chosen_name(raw, where))
+        if raw.get("type") != "function":
+            raise UnsupportedFieldError(
+                f"tool_choice.type is {_shown(raw.get('type'))}; this version supports 'function'",
+                param="tool_choice.type",
+            )
+        function = raw if is_flat else raw.get("function")
+        if not isinstance(function, dict):
+            raise InvalidRequestError(f"{where} must be an object with a name", param=where)
+        choice = ToolChoice("function", check_function_name(function.get("name"), f"{where}.name"))
     elif raw in _MODES:
         choice = ToolChoice(raw)
     else:
@@ -131,7 +152,12 @@ def parse_tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _parse_tool_call(raw: Any, where: str) -> dict[str, Any]:
-    raw = _custom_as_function(raw)
+    custom = raw.get("custom") if isinstance(raw, dict) and raw.get("type") == "custom" else None
+    if isinstance(custom, dict) and isinstance(custom.get("input"), str):
+        # Templates show only functions, so the model once wrote this call as that of a function with one string.
+        kept = {key: value for key, value in raw.items() if key != "custom"}
+        as_function = {"name": custom.get("name"), "arguments": as_argument(custom["input"])}
+        raw = {**kept, "type": "function", "function": as_function}
     function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(function, dict) or raw.get("type", "function") != "function":
         raise InvalidRequestError(
@@ -140,16 +166,6 @@ def _parse_tool_call(raw: Any, where: str) -> dict[str, Any]:
     check_call_name(function.get("name"), f"{where}.function.name")
     arguments = parse_arguments(function.get("arguments"), f"{where}.function.arguments")
     return {**raw, "function": {**function, "arguments": arguments}}
-
-
-def _custom_as_function(raw: Any) -> Any:
-    """Return the call of a custom tool as the call of a function with one string; others unchanged."""
-    custom = raw.get("custom") if isinstance(raw, dict) and raw.get("type") == "custom" else None
-    if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
-        return raw
-    call = {key: value for key, value in raw.items() if key != "custom"}
-    function = {"name": custom.get("name"), "arguments": as_argument(custom["input"])}
-    return {**call, "type": "function", "function": function}
 
 
 def parse_arguments(raw: Any, where: str) -> str:
@@ -175,18 +191,6 @@ def check_call_name(raw: Any, where: str) -> str:
     return raw
 
 
-def _chosen_name(raw: dict[str, Any], where: str) -> str:
-    if raw.get("type") != "function":
-        raise UnsupportedFieldError(
-            f"tool_choice.type is {_shown(raw.get('type'))}; this version supports 'function'",
-            param="tool_choice.type",
-        )
-    function = raw if where == "tool_choice" else raw.get("function")
-    if not isinstance(function, dict):
-        raise InvalidRequestError(f"{where} must be an object with a name", param=where)
-    return check_function_name(function.get("name"), f"{where}.name")
-
-
 def check_function_name(raw: Any, where: str) -> str:
     """Return the name of a function. Raises InvalidRequestError with the field if it is not valid."""
     if not isinstance(raw, str) or not _NAME.fullmatch(raw):
@@ -200,3 +204,53 @@ def check_function_name(raw: Any, where: str) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def as_argument(text: str) -> str:
+    """Return the JSON arguments of a call with this text."""
+    return json.dumps({TEXT_NAME: text}, ensure_ascii=False)
+
+
+def argument_text(arguments: str) -> str:
+    """Return the text of a whole call; arguments of another form are the text themselves."""
+    argument = TextArgument()
+    return argument.push(arguments) + argument.flush()
+
+
+class TextArgument:
+    """Decodes the argument while it is written. Owns the JSON text that was not returned yet."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+        self._is_inside = False
+        self._is_over = False
+
+    def push(self, piece: str) -> str:
+        """Return the decoded text of another piece of the arguments, as far as it is certain."""
+        if self._is_over:
+            return ""
+        self._rest += piece
+        if not self._is_inside:
+            head = _HEAD.match(self._rest)
+            if head is None:
+                return ""
+            self._is_inside = True
+            self._rest = self._rest[head.end() :]
+        whole = _WHOLE.match(self._rest)
+        assert whole is not None, "the pattern matches the empty text"
+        self._is_over = self._rest[whole.end() : whole.end() + 1] == '"'
+        return self._take(whole.end())
+
+    def flush(self) -> str:
+        """Return the rest: arguments of another form unchanged, and the end of a text that was cut off."""
+        rest = "" if self._is_over else self._rest
+        self._is_over = True
+        return rest
+
+    def _take(self, end: int) -> str:
+        written = self._rest[:end]
+        self._rest = self._rest[end:]
+        try:
+            return str(json.loads(f'"{written}"', strict=False)).encode("utf-8", "replace").decode()
+        except ValueError:
+            return written

@@ -23,14 +23,14 @@ REFUSED_WORDS = re.compile(
     r"\b(hear|hears|heard|hearing|say|says|said|saying|tell|tells|told|telling|want|wants|wanted|wanting|know|knows|knew"
     r"|welcome|welcomes|welcomed|somebody|nobody|somebody's|nobody's|whoever|whom|whosoever|foresee|foresees|foreseen"
     r"|foresight|lest|thereof|whereof|hereby|therein|boards|boarding|enrol|enrols|enrolled"
-    r"|(?:is|are|be|was|were|been) had|stands? in line|had better|under way|token 0|token zero)\b",
+    r"|(?:is|are|be|was|were|been) had|stands? in line|had better|under way|asks? for nothing|token 0|token zero)\b",
     re.IGNORECASE,
 )
 
 # In documentation people may speak, so fewer words are refused there.
 REFUSED_IN_DOCS = re.compile(
     r"\b(hears|heard|welcomes|welcomed|whosoever|foresees|foreseen|thereof|whereof|boards|boarding|enrols"
-    r"|(?:is|are|be|was|were|been) had|stands? in line|token 0|token zero)\b",
+    r"|(?:is|are|be|was|were|been) had|stands? in line|asks? for nothing|token 0|token zero)\b",
     re.IGNORECASE,
 )
 
@@ -38,16 +38,24 @@ REFUSED_IN_DOCS = re.compile(
 RETIRED_NAMES = re.compile(
     r"\b(Wish|Patience|WaitingLine|waiting_line|side_by_side|Relays?|_enrol|_welcome|has_news|hear_finished|is_under_way"
     r"|Boarding|SendDesk|FetchDesk|is_turning|Rung|Foresight|nixl_owner|Visit|strangers|let_go|cut_short"
-    r"|give_way|Lending|GrantBook|JoinedRanks|RanksConnectorFactory|create_ranks_connector|router/link|worker\.link)\b"
+    r"|give_way|Lending|GrantBook|JoinedRanks|RanksConnectorFactory|create_ranks_connector|turn_kernel|has_answers_only"
+    r"|FewRows|few_rows|Drafts|draft_next|router/link|worker\.link)\b"
 )
 
+RETIRED_IDENTIFIERS = {"asked": "request", "drafts": "next_step"}
+"""Names in the product that said little; each with the word to begin from. In sentences the words are allowed."""
+
 DOC_COLUMNS = 100
+DOC_LINES = 8
+"""The longest paragraph: a reader finds nothing in a longer one."""
+_NO_PARAGRAPH = re.compile(r"\s*$|[|#<>-]|\* |  |\d+\. ")
+"""A line that ends a paragraph, or belongs to a table, a heading or a list."""
 HISTORY = "docs/log.md"
 
 Problem = tuple[int, str]
 
 
-def problems_of_code(source: str, is_test: bool) -> Iterator[Problem]:
+def problems_of_code(source: str, is_test: bool, *, is_product: bool = True) -> Iterator[Problem]:
     """Yield (line, what is wrong) for one Python file; tests may name a fixture by a noun."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -55,6 +63,20 @@ def problems_of_code(source: str, is_test: bool) -> Iterator[Problem]:
             yield from _problems_of_first_word(node)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield from _problems_of_docstring(node.lineno, node.value.value)
+        elif isinstance(node, ast.Name | ast.Attribute | ast.arg) and is_product and not is_test:
+            name = (
+                node.id
+                if isinstance(node, ast.Name)
+                else node.attr
+                if isinstance(node, ast.Attribute)
+                else node.arg
+            )
+            if name.lstrip("_") in RETIRED_IDENTIFIERS:
+                better = RETIRED_IDENTIFIERS[name.lstrip("_")]
+                yield (
+                    node.lineno,
+                    f"the name {name!r} was retired; what it holds is a {better}, a time, or the like",
+                )
         elif isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _logs_or_helps(node)):
             for line, text in _texts(node):
                 yield from _refused_words(line, text, REFUSED_WORDS)
@@ -66,13 +88,19 @@ def problems_of_code(source: str, is_test: bool) -> Iterator[Problem]:
 
 def problems_of_document(text: str) -> Iterator[Problem]:
     """Yield (line, what is wrong) for one Markdown file; tables and code may be wider than paragraphs."""
-    is_code = False
+    is_code = is_names = False
+    num_lines = 0
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
+            num_lines = 0
         elif not is_code:
             if len(line) > DOC_COLUMNS and not line.lstrip().startswith(("|", "[", "http", "![")):
                 yield number, f"{len(line)} columns; paragraphs are wrapped at {DOC_COLUMNS}"
+            is_names = bool(line) and (is_names or line.startswith("**Mutants.**"))
+            num_lines = 0 if is_names or _NO_PARAGRAPH.match(line) else num_lines + 1
+            if num_lines == DOC_LINES + 1:
+                yield number, f"a paragraph has at most {DOC_LINES} lines"
             yield from _refused_words(number, line, REFUSED_IN_DOCS)
     yield from _retired_names(text)
 
@@ -147,7 +175,9 @@ def main(root: Path, chosen: list[str]) -> int:
         found = (
             problems_of_document(text)
             if path.suffix == ".md"
-            else problems_of_code(text, name.startswith("tests/"))
+            else problems_of_code(
+                text, name.startswith("tests/"), is_product=not name.startswith("benchmarks/")
+            )
         )
         problems += [f"{name}:{line}: {problem}" for line, problem in sorted(found)]
     for problem in problems:

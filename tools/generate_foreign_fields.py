@@ -28,7 +28,7 @@ from router.http.schema.responses import RESPONSE
 PAGE = Path(__file__).resolve().parent.parent / "router" / "http" / "fields" / "foreign.py"
 Fields = dict[str, list[Any]]
 """Name → its default values."""
-_HEAD = '''"""Request fields of other servers that this one does not serve, with their defaults, which ask for nothing.
+_HEAD = '''"""Request fields of other servers that this one does not serve, with their defaults, which are no-ops.
 
 Written on {date} by ``python -m tools.generate_foreign_fields`` from the request classes of
 {peers}.
@@ -70,7 +70,7 @@ def main(folder: Path) -> int:
         for field, defaults in fields.items():
             found.setdefault(field, []).extend(defaults)
     lines = [
-        f"    {json.dumps(name)}: ({''.join(f'{one}, ' for one in _spellings(defaults))}),"
+        f"    {json.dumps(name)}: ({_listed(_spellings(defaults))}),"
         for name, defaults in sorted(found.items())
         if name not in _SERVED
     ]
@@ -112,6 +112,11 @@ def _spellings(defaults: list[Any]) -> list[str]:
         [int(one), float(one)] if type(one) in (int, float) and one == int(one) else [one] for one in defaults
     ]
     return sorted({repr(one) for group in both for one in group})
+
+
+def _listed(spellings: list[str]) -> str:
+    """Return the inside of a tuple. Without a last comma, so that the formatter leaves two spellings on one line."""
+    return f"{spellings[0]}," if len(spellings) == 1 else ", ".join(spellings)
 
 
 def _of(default: Any) -> list[Any]:

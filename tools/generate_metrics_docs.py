@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from serving.metric_aliases import ALIASES
 from serving.metric_names import PREFIX, ROUTER_METRICS, WORKER_METRICS, Metric, kind_of
+from serving.metrics import ALIASES
 from tools.generated_files import write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"

@@ -1,7 +1,6 @@
 """Write docs/settings.md from the settings classes of all commands, or check that the committed page is in sync."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -9,11 +8,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from cli.commands import COMMANDS, Command
+from cli.main import COMMANDS
 from contract.options import bounds
 from launch.arguments import is_hidden, is_positional
 from launch.command_settings import NEVER_IN_A_FILE, settings_class
-from launch.settings import variable
 from serving.settings_file import is_secret
 from tools.generated_files import write_or_check
 
@@ -27,6 +25,8 @@ Every setting has one name in three places: `--max-num-seqs 64` on the command l
 precedence over the variable, the variable over the file, the file over the default.** Settings are
 read once, when a process starts, and logged with their sources; secrets are masked. An unknown
 name, a value out of range or a contradiction stops the process.
+
+The name of a flag may have underscores too: `--max_num_seqs 64`, `--no_pin_cores`.
 
 ## The file
 
@@ -60,41 +60,60 @@ So `[decode] max_num_seqs = 256` changes the decode workers of `up`, and `max_qu
 reaches its router though `up` has no such flag. Settings that `up` chooses for each worker
 (`router`, `admin`, `worker_id`, `workers_on_host`) are not read from the file, which is logged; a
 `model`, `served_model_name` or `secret_file` that differs from `up`'s own is rejected.
+
+## All settings
+
+A name has several rows where its default or meaning differs among commands. *local*: the commands
+that start a service on this machine, which are `up`, `serve`, `demo`, `chat`, `run`, `batch` and
+`bench`; *worker*: `prefill`, `decode` and `both`. `kvbaton COMMAND --help` lists the settings of
+one command.
+
+| name | commands | type and range | default | meaning |
+| --- | --- | --- | --- | --- |
 """
+_LOCAL = ("up", "serve", "demo", "chat", "run", "batch", "bench")
+_WORKERS = ("prefill", "decode", "both")
 
 
 def render() -> str:
     """Return the whole page."""
-    sections = ("\n".join(_section(name, command)) for name, command in COMMANDS.items())
-    return "\n".join([_HEAD, *sections])
+    commands: dict[tuple[str, ...], list[str]] = {}
+    for command in COMMANDS:
+        for name, field in settings_class(command).model_fields.items():
+            if not is_hidden(field):
+                commands.setdefault(_cells(name, field), []).append(command)
+    # Commands may differ in a default or in what a setting means for them: those rows stand below each other.
+    rows = sorted(commands.items(), key=lambda item: item[0][0].split("`")[1])
+    return _HEAD + "".join(f"| {' | '.join(_row(cells, names))} |\n" for cells, names in rows)
 
 
-def _section(name: str, command: Command) -> Iterator[str]:
-    yield f"## `kvbaton {name}`"
-    yield ""
-    yield f"{command.summary[0].upper()}{command.summary[1:]}."
-    yield ""
-    yield "| name | flag | environment | type and range | default | meaning |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for setting, field in settings_class(name).model_fields.items():
-        if not is_hidden(field):
-            yield _row(setting, field)
-    yield ""
+def _row(cells: tuple[str, ...], commands: list[str]) -> list[str]:
+    (name, *others) = cells
+    return [name, _names(commands), *others]
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    flag = name.upper() if is_positional(field) else f"--{name.replace('_', '-')}"
-    shown = f"`{name}`" if name not in NEVER_IN_A_FILE else f"`{name}` (not in a file)"
+def _names(commands: list[str]) -> str:
+    """Return a short list of commands."""
+    if len(commands) == len(COMMANDS):
+        return "all"
+    words = []
+    for group, members in (("local", _LOCAL), ("worker", _WORKERS)):
+        if set(members) <= set(commands):
+            words.append(f"*{group}*")
+            commands = [command for command in commands if command not in members]
+    return ", ".join([*words, *(f"`{command}`" for command in commands)])
+
+
+def _cells(name: str, field: FieldInfo) -> tuple[str, ...]:
+    remarks = {
+        f"as {name.upper()}": is_positional(field),
+        "no flag": is_secret(name),
+        "not in a file": name in NEVER_IN_A_FILE,
+    }
+    remark = ", ".join(text for text, is_so in remarks.items() if is_so)
+    shown = f"`{name}`" + (f" ({remark})" if remark else "")
     meaning = (field.description or "").replace("|", "\\|").replace("\n", " ")
-    cells = [
-        shown,
-        "–" if is_secret(name) else f"`{flag}`",
-        f"`{variable(name)}`",
-        _type(field),
-        _default(field),
-        meaning,
-    ]
-    return f"| {' | '.join(cells)} |"
+    return (shown, _type(field), _default(field), meaning)
 
 
 def _type(field: FieldInfo) -> str:

@@ -1,14 +1,31 @@
 """Converts the orders that start a leg on a worker or cancel a request, and the call that hands a leg off.
 
-A leg's message contains the task and the transfer of its KV; ``EngineRequest`` contains both. ``into`` is the empty message
-to fill, if it is a part of another one (``task_to_proto``).
+A leg's message contains the task, with its sampling parameters, and the transfer of its KV; ``EngineRequest`` contains both.
+``into`` is the empty message to fill, if it is a part of another one (``task_to_proto``).
 """
 
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from contract.decoding import converter
 from contract.errors import InvalidRequestError
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.sampling import PARAMETERS, Grammar, SamplingParams
 from protos import worker_pb2 as pb
 from wire.numbers import check_numbers
-from wire.tasks import task_from_proto, task_to_proto
+
+_grammar = converter(Grammar)
+# The parameters that are one field of the message, with the same name.
+_PLAIN = [parameter.name for parameter in PARAMETERS if parameter.kind != "biases"]
+_plain_values = attrgetter(*_PLAIN)
+_FIELDS = [pb.EngineSampling.DESCRIPTOR.fields_by_name[name] for name in _PLAIN]
+_REPEATED = [field.name for field in _FIELDS if field.is_repeated]
+# Unset, they have the default of ``SamplingParams``. An unset field of the others reads as 0, which is its value.
+_OPTIONAL: list[Any] = [field.name for field in _FIELDS if field.has_presence]
+_ALWAYS_SENT = [field.name for field in _FIELDS if not field.is_repeated and not field.has_presence]
+_sent_values = attrgetter(*_ALWAYS_SENT)
 
 
 def prefill_to_proto(request: EngineRequest, into: pb.PrefillRequest | None = None) -> pb.PrefillRequest:
@@ -121,3 +138,102 @@ def cancel_from_proto(message: pb.CancelRequest) -> tuple[str, int, int | None]:
     """Translate a cancel. Return the request id, the last attempt, and the choice or None for all."""
     check_numbers(message)
     return message.request_id, message.attempt, message.choice if message.HasField("choice") else None
+
+
+def task_to_proto(request: EngineRequest, into: pb.Task | None = None) -> pb.Task:
+    """Translate a request.
+
+    The leg's own message contains the transfer. An embedding's task has no sampling, and its pooling is not sent either,
+    since the worker reads it from its model's folder. ``client_index``, ``arrival_time``, ``lora_request`` and
+    ``multi_modal_inputs`` are not part of the protocol.
+    """
+    # To assign a message to a field copies it, with a whole prompt.
+    task = pb.Task() if into is None else into
+    task.request_id = request.request_id
+    task.attempt = request.attempt
+    task.choice = request.choice
+    task.num_choices = request.num_choices
+    task.first_index = request.first_index
+    task.prompt_token_ids.extend(request.prompt_token_ids)
+    if not request.pooling_params:
+        task.sampling.MergeFrom(sampling_to_proto(request.sampling))
+    task.eos_token_ids.extend(request.eos_token_ids)
+    task.priority = request.priority
+    task.cache_salt = request.cache_salt
+    task.tenant = request.tenant
+    task.deadline_seconds = request.deadline_seconds
+    return task
+
+
+def task_from_proto(
+    task: pb.Task,
+    transfer: SendTransfer | ReceiveTransfer | None = None,
+    pooling: PoolingParams | None = None,
+) -> EngineRequest:
+    """Translate a task into the engine's request for one leg; with ``pooling`` into that for an embedding.
+
+    Raises InvalidRequestError for a task without id or prompt, or with an unknown kind of grammar.
+    """
+    check_numbers(task)
+    if not task.request_id or not task.prompt_token_ids:
+        raise InvalidRequestError("a task needs a request id and a prompt")
+    return EngineRequest(
+        request_id=task.request_id,
+        prompt_token_ids=list(task.prompt_token_ids),
+        sampling=SamplingParams() if pooling else sampling_from_proto(task.sampling),
+        eos_token_ids=tuple(task.eos_token_ids),
+        attempt=task.attempt,
+        choice=task.choice,
+        # An unset field reads as 0.
+        num_choices=max(1, task.num_choices),
+        first_index=task.first_index,
+        priority=task.priority,
+        cache_salt=task.cache_salt,
+        tenant=task.tenant,
+        deadline_seconds=task.deadline_seconds,
+        transfer=transfer,
+        pooling_params=pooling,
+    )
+
+
+def sampling_to_proto(sampling: SamplingParams) -> pb.EngineSampling:
+    """Translate sampling parameters."""
+    return pb.EngineSampling(
+        **dict(zip(_PLAIN, _plain_values(sampling), strict=True)),
+        biased_token_ids=[token for token, _ in sampling.logit_bias],
+        biases=[bias for _, bias in sampling.logit_bias],
+        grammar=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
+    )
+
+
+def sampling_from_proto(message: pb.EngineSampling) -> SamplingParams:
+    """Translate sampling parameters. ``SamplingParams.check`` compares them with each other.
+
+    Raises BadNumberError, and InvalidRequestError for biases without tokens or an unknown kind of grammar.
+    """
+    check_numbers(message)
+    if len(message.biased_token_ids) != len(message.biases):
+        raise InvalidRequestError(
+            f"{len(message.biases)} biases are for {len(message.biased_token_ids)} tokens", param="logit_bias"
+        )
+    values = dict(zip(_ALWAYS_SENT, _sent_values(message), strict=True))
+    values |= {name: tuple(getattr(message, name)) for name in _REPEATED}
+    values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    return SamplingParams(
+        **values,
+        logit_bias=tuple(zip(message.biased_token_ids, message.biases, strict=True)),
+        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
+    )
+
+
+def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
+    """Translate a grammar."""
+    return pb.Grammar(kind=grammar.kind, text=grammar.text)
+
+
+def grammar_from_proto(message: pb.Grammar) -> Grammar:
+    """Translate a grammar. Raises InvalidRequestError for an unknown kind."""
+    try:
+        return _grammar({"kind": message.kind, "text": message.text})
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"unknown kind of grammar {message.kind!r}", param="grammar") from error

@@ -18,8 +18,8 @@ from google.protobuf.message import Message
 from contract.errors import InvalidRequestError
 from contract.options import MAX_SECONDS
 from contract.requests import MAX_CHOICES
-from contract.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
-from protos import worker_pb2 as pb
+from contract.sampling import MAX_LOGIT_BIAS, NUMBERS, PARAMETERS
+from protos import group_pb2, worker_pb2
 
 
 class Range(NamedTuple):
@@ -37,43 +37,37 @@ UINT32 = Range(0, 2**32 - 1)
 INT32 = Range(-(2**31), 2**31 - 1)
 INT64 = Range(-(2**63), 2**63 - 1)
 COUNT = Range(0, 2**31 - 1)
+# The engine of a worker, and the attempt in a router, compare token ids with the vocabulary.
 TOKEN = UINT32
-"""The engine of a worker, and the attempt in a router, compare token ids with the vocabulary."""
+# A count that grows for as long as a process runs. A float, and so JSON, holds it exactly.
 TOTAL = Range(0, 2**53)
-"""A count that grows for as long as a process runs. A float, and so JSON, holds it exactly."""
 SECONDS = Range(0.0, MAX_SECONDS)
+# Longer than any setting: a process may run for years.
 AGE_SECONDS = Range(0.0, 1e10)
-"""Longer than any setting: a process may run for years."""
 STEP_SECONDS = Range(0.0, 3600.0)
 TOKEN_SECONDS = Range(0.0, 60.0)
 SHARE = Range(0.0, 1.0)
-PENALTY = Range(-2.0, 2.0)
+# At most 0, but for rounding. -inf: the model gives the token no probability at all.
 LOGPROB = Range(-math.inf, 1e-3)
-"""At most 0, but for rounding. -inf: the model gives the token no probability at all."""
 FLOAT32 = Range(-3.5e38, 3.5e38)
 VERSION = Range(0, 2**16)
+PORT = Range(0, 2**16 - 1)
+# Always sent, and a divisor.
 DIMENSION = Range(1, 2**20)
-"""Always sent, and a divisor."""
+
+_SAMPLING = {
+    # 0 is an unset field, and ``seed`` is signed here while an engine takes any number of 64 bits
+    parameter.name: Range(min(0, low), min(high, INT64.high))
+    for parameter in NUMBERS
+    for low, high in [parameter.bounds]
+} | {parameter.name: TOKEN for parameter in PARAMETERS if parameter.kind == "token_ids"}
 
 RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
     {
         "EngineSampling": {
-            "temperature": Range(0.0, 2.0),
-            "top_k": COUNT,
-            "top_p": SHARE,
-            "seed": INT64,
-            "max_tokens": COUNT,
-            "min_tokens": COUNT,
-            "stop_token_ids": TOKEN,
-            "logprobs": Range(0, MAX_LOGPROBS),
-            "prompt_logprobs": Range(0, MAX_LOGPROBS),
-            "min_p": SHARE,
-            "presence_penalty": PENALTY,
-            "frequency_penalty": PENALTY,
-            "repetition_penalty": Range(0.0, MAX_REPETITION_PENALTY),
+            **_SAMPLING,
             "biased_token_ids": TOKEN,
             "biases": Range(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS),
-            "allowed_token_ids": TOKEN,
         },
         "Task": {
             "attempt": UINT32,
@@ -123,12 +117,7 @@ RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
             "gpu_used_bytes": TOTAL,
             "gpu_bytes": TOTAL,
         },
-        "Credit": {
-            "max_requests": COUNT,
-            "max_tokens": TOTAL,
-            "drain_seconds": SECONDS,
-            "number": TOTAL,
-        },
+        "Credit": {"max_requests": COUNT, "max_tokens": TOTAL, "drain_seconds": SECONDS, "number": TOTAL},
         "CreditUse": {"number": TOTAL, "num_requests": COUNT, "num_tokens": TOTAL, "num_former": COUNT},
         "PositionLogprobs": {
             "token_id": TOKEN,
@@ -162,6 +151,9 @@ RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
         "RoleChange": {"epoch": TOTAL},
         "RoleTaken": {"epoch": TOTAL},
         "Welcome": {"protocol": VERSION},
+        "Part": {"dp_rank": COUNT, "dp_size": COUNT, "port": PORT},
+        "Group": {"store_port": PORT},
+        "GroupStep": {"step": TOTAL},
     }
 )
 """By message and field."""
@@ -221,6 +213,7 @@ _TYPES = {
 }
 _CHECKS = {
     kind: _checks_of(kind)
+    for pb in (worker_pb2, group_pb2)
     for name in pb.DESCRIPTOR.message_types_by_name
     for kind in [cast("type[Message]", getattr(pb, name))]
 }

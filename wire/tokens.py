@@ -7,7 +7,7 @@ from contract.errors import InternalError
 from contract.membership import Load
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
-from wire.membership import load_to_proto
+from wire.membership import to_proto
 from wire.numbers import check_numbers
 
 
@@ -18,7 +18,7 @@ def step_to_proto(outputs: Iterable[EngineOutput], load: Load | None) -> pb.Step
     """
     return pb.StepOutput(
         entries=[output_to_proto(output) for output in outputs],
-        load=None if load is None else load_to_proto(load),
+        load=None if load is None else to_proto(pb.Load, load),
     )
 
 
@@ -57,8 +57,8 @@ def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
         attempt=entry.attempt,
         first_index=entry.first_index,
         token_ids=entry.token_ids[:],
-        logprobs=_all_logprobs(entry.logprobs) if entry.logprobs else None,
-        prompt_logprobs=_all_logprobs(entry.prompt_logprobs) if entry.prompt_logprobs else None,
+        logprobs=[*map(logprobs_from_proto, entry.logprobs)] if entry.logprobs else None,
+        prompt_logprobs=[*map(logprobs_from_proto, entry.prompt_logprobs)] if entry.prompt_logprobs else None,
         finish_reason=_finish_reason(entry.finish_reason) if entry.finish_reason else None,
         stop_reason=entry.stop_reason if entry.HasField("stop_reason") else None,
         num_cached_tokens=entry.num_cached_tokens if entry.HasField("num_cached_tokens") else None,
@@ -107,10 +107,6 @@ def logprobs_from_proto(message: pb.PositionLogprobs) -> TokenLogprobs:
         top_token_ids=tuple(message.top_token_ids),
         top_logprobs=tuple(message.top_logprobs),
     )
-
-
-def _all_logprobs(messages: Iterable[pb.PositionLogprobs]) -> list[TokenLogprobs]:
-    return [logprobs_from_proto(message) for message in messages]
 
 
 def timings_to_proto(timings: RequestTimings) -> pb.LegTimings:

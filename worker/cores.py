@@ -1,12 +1,38 @@
-"""The cores that a worker runs on."""
+"""The cores that a worker runs on, and its priority there against other processes."""
 
 import os
+import time
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 from contract.errors import SettingError
 
+_GROUP = Path("/proc/self/autogroup")
+_TRIES = 20
+_PAUSE_SECONDS = 0.1
 _MAX_DIGITS = 6
 """Limit of a core number's length: a range is expanded before it is compared with the existing cores."""
+
+
+def set_niceness(nice: int) -> None:
+    """Lower the priority of this thread and of what it starts later by ``nice``, as nice(1) does; 0 changes nothing.
+
+    Linux may weigh whole sessions against each other, and apply niceness only within a session (autogroup in sched(7)): a
+    session that consists of this process is lowered as a whole. Does nothing on systems without niceness.
+    """
+    if not nice or not hasattr(os, "nice"):
+        return
+    os.nice(nice)
+    if os.getsid(0) != os.getpid():
+        return
+    with suppress(OSError):
+        # Linux accepts one such change per 0.1 s over all processes, except from root.
+        for _ in range(_TRIES):
+            with suppress(BlockingIOError):
+                _GROUP.write_text(str(nice))
+                return
+            time.sleep(_PAUSE_SECONDS)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

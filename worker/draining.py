@@ -5,7 +5,7 @@
 2. Bound legs continue. When every router has answered that credit, answers may be moved to other workers
    (``worker/settling.py``). The router takes the legs that are left to other workers at the deadline.
 3. The worker is empty when it holds no leg and lends no KV. The routers receive a credit with ``is_empty``, and report that
-   no leg is bound (``worker/emptiness.py``).
+   no leg is bound (``Emptiness``).
 4. After a signal the process ends then, or a moment after the deadline, or at a second signal. Otherwise it stays until
    ``undo``, which lets it serve again, or until a signal. A drain that is forgotten undoes itself after ``hold_seconds``.
 """
@@ -14,19 +14,106 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from msgspec.structs import replace
 
+from contract.errors import UnavailableError
 from contract.membership import Credit
-from serving.waiting import ends_within
-from worker.emptiness import Emptiness
+from engine.client import EngineClient
+from serving.event_loop import ends_within
 from worker.lifecycle import Lifecycle
 from worker.settling import Settling
 
 logger = logging.getLogger(__name__)
 
+
+_ASK_AGAIN_SECONDS = 0.2
+"""The time after which a router that has a leg on its way is asked again what it has bound."""
 TAKEN_AWAY_SECONDS = 5.0
 """The time after the deadline in which the router takes the legs away that are left."""
+
+
+class Emptiness:
+    """Finds out when a draining worker holds nothing any more, and when nothing is on its way to it either.
+
+    It watches between ``watch`` and ``close``. is_empty: the worker holds no leg and lends no KV. Then its routers are asked
+    what they have bound; ``unbound`` is set when that is nothing. Without this a leg could be on its way, and would fail
+    with the worker. num_legs: returns the number of legs that have not ended. is_bound: returns whether a router may have a
+    leg bound to this worker. announce: sends a credit, to which each router answers what it has bound.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        num_legs: Callable[[], int],
+        is_bound: Callable[[], bool],
+        announce: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._num_legs = num_legs
+        self._is_bound = is_bound
+        self._announce = announce
+        self._empty = asyncio.Event()
+        self.unbound = asyncio.Event()
+        self._reported = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True from the moment at which the worker was found to be empty."""
+        return self._empty.is_set()
+
+    def watch(self) -> None:
+        """Begin, or begin again: the worker holds something."""
+        self.close()
+        self._watch = asyncio.create_task(self._until_unbound(), name="watch whether the worker is empty")
+
+    def close(self) -> None:
+        """Stop watching, and forget what was found. Does nothing the second time."""
+        if self._watch:
+            self._watch.cancel()
+            self._watch = None
+        self._empty.clear()
+        self.unbound.clear()
+
+    def note_report(self) -> None:
+        """Record that a router has reported what it has bound."""
+        self._reported.set()
+
+    async def wait_empty(self, seconds: float) -> bool:
+        """Wait until the worker is empty, at most ``seconds``; return whether it is."""
+        return await _is_set_within(self._empty, seconds)
+
+    async def _until_unbound(self) -> None:
+        """Announce that the worker is empty, once it is, and wait for its routers.
+
+        An engine that is gone holds nothing, and legs that are bound to it fail with the worker's streams.
+        """
+        has_engine = True
+        try:
+            await self._engine.until_free()
+            while self._num_legs():  # legs whose last output is delivered, but not processed
+                await self._engine.until_free()
+        except UnavailableError:
+            has_engine = False
+        self._empty.set()
+        self._announce()
+        while has_engine and self._is_bound():
+            self._reported.clear()
+            if not await _is_set_within(self._reported, _ASK_AGAIN_SECONDS):
+                self._announce()
+        self.unbound.set()
+        self._watch = None
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, at most ``seconds``; return whether it is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 class Drain:
@@ -83,6 +170,7 @@ class Drain:
         end. by: who asks for it, for the log. Raises UnavailableError if the worker has left.
         """
         deadline = time.monotonic() + (self._default_seconds if seconds is None else seconds)
+        # A later order may shorten the time of an earlier one, as a signal does, and never extend it.
         if self._lifecycle.is_draining:
             self._deadline = min(self._deadline, deadline)
         else:
@@ -90,7 +178,14 @@ class Drain:
             self._deadline = deadline
             self._emptiness.watch()
         logger.info("draining, ordered by %s: legs have up to %.1f s", by, self.seconds_left)
-        self._hold()
+        self._cancel_release()
+        if not self._lifecycle.is_stopping:
+            left = self.seconds_left + self._hold_seconds
+            by_itself = (
+                f"its deadline: the order was not renewed for {self._hold_seconds:g} s (drain_hold_seconds)"
+            )
+            undo = partial(self.undo, by=by_itself)
+            self._release = asyncio.get_running_loop().call_later(left, undo)
         self._announce()
         self._settling.watch()
 
@@ -103,7 +198,7 @@ class Drain:
             logger.info("the drain was cancelled by %s; serving again", by)
         self._announce()
 
-    def leg_accepted(self) -> None:
+    def on_leg_accepted(self) -> None:
         """Record a leg that was sent before its router received the drain's credit: the worker is not empty any more."""
         if self.is_empty:
             self._emptiness.watch()
@@ -115,28 +210,18 @@ class Drain:
 
     async def stop(self, at_once: asyncio.Event) -> None:
         """Drain for good; return when no leg is bound, or the legs had their time, or at ``at_once``."""
-        self._lifecycle.is_stopping = True
+        self._lifecycle.is_stopping = (
+            True  # first, so that ``begin`` sets no time at which the worker serves again
+        )
         self.begin(by="a signal")
         seconds = self.seconds_left + TAKEN_AWAY_SECONDS
-        if not await ends_within(self._emptiness.wait_unbound(), seconds, at_once):
+        if not await ends_within(self._emptiness.unbound.wait(), seconds, at_once):
             logger.warning("legs are left to other workers: the worker had to end now")
 
     def close(self) -> None:
         """Stop watching for emptiness, and for the end of the hold. Does nothing the second time."""
         self._emptiness.close()
         self._cancel_release()
-
-    def _hold(self) -> None:
-        """Set the moment at which the worker serves again; none if its process is to end."""
-        self._cancel_release()
-        if not self._lifecycle.is_stopping:
-            seconds = self.seconds_left + self._hold_seconds
-            self._release = asyncio.get_running_loop().call_later(seconds, self._serve_again)
-
-    def _serve_again(self) -> None:
-        self.undo(
-            by=f"its deadline: the order was not renewed for {self._hold_seconds:g} s (drain_hold_seconds)"
-        )
 
     def _cancel_release(self) -> None:
         if self._release:

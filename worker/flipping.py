@@ -2,7 +2,7 @@
 
 1. ``begin``: the worker sends its routers a credit of nothing, and waits until each of them has answered it. That takes one
    message in each direction. No leg is bound by the former role after that.
-   A router that needs the present role answers that, and the worker keeps it (``router/routing/role_changes.py``).
+   A router that needs the present role answers that, and the worker keeps it (``router/routing/policy.py``).
 2. It takes the role and reports it with the credit of the role. Routers bind legs by it at once. Legs of the former role
    continue, also one that arrives now; the router moves answers away from a worker that decodes no more.
 3. Until nothing is left of the former role the worker is unsettled (``worker/settling.py``), and takes no further role.
@@ -15,30 +15,27 @@ from collections.abc import Callable
 from contract.errors import UnavailableError
 from contract.identity import worker_role
 from contract.membership import RoleOrder
-from worker.lifecycle import Lifecycle
-from worker.settling import Settling
-from worker.transitions import FlipStep, next_flip_step
+from worker.lifecycle import FlipStep, Lifecycle, next_flip_step
+from worker.settling import RouterLinks, Settling
 
 logger = logging.getLogger(__name__)
 
 
 class Flip:
-    """Changes the role of one worker.
+    """Changes the role of one worker. settling: follows whether the worker is settled.
 
-    announce_credit, announce_role: send the credit, or the role, to all routers. A drain ends a change that was not made.
+    A drain ends a change that was not made.
     """
 
     def __init__(
         self,
         lifecycle: Lifecycle,
         settling: Settling,
-        announce_credit: Callable[[], None],
-        announce_role: Callable[[], None],
+        routers: Callable[[], RouterLinks],
     ) -> None:
         self._lifecycle = lifecycle
-        self._settling = settling
-        self._announce_credit = announce_credit
-        self._announce_role = announce_role
+        self.settling = settling
+        self._routers = routers
         self._order: RoleOrder | None = None
         self._change: asyncio.Task[None] | None = None
 
@@ -50,6 +47,7 @@ class Flip:
         worker_role(order.role)
         if self._lifecycle.is_stopping or self._lifecycle.is_draining:
             raise UnavailableError("the worker drains or is stopping; it takes no other role")
+        # Several routers may pass on orders of several operators: the newest one counts, in whatever sequence they come.
         newest = self._order.epoch if self._order else self._lifecycle.role_epoch
         if order.epoch <= newest:
             return
@@ -57,13 +55,9 @@ class Flip:
         if self._change is None:
             self._change = asyncio.create_task(self._carry_out(), name="change the role")
 
-    def note_engine_report(self) -> None:
-        """Record that the engine has reported its state: it may have nothing of the former role any more."""
-        self._settling.note_report()
-
     def close(self) -> None:
         """End a change that was not made yet, since the worker leaves. Does nothing the second time."""
-        self._settling.close()
+        self.settling.close()
         if self._change:
             self._change.cancel()
             self._change = None
@@ -76,27 +70,28 @@ class Flip:
         while (step := self._next_step(num_drains)) is not FlipStep.END:
             match step:
                 case FlipStep.WAIT_SETTLED:
-                    await self._settling.wait_settled()
+                    await self.settling.settled.wait()
                 case FlipStep.WAIT_ANSWERED:
-                    await self._settling.wait_answered()
+                    await self.settling.wait_answered()
                 case FlipStep.CLOSE:
-                    self._close()
+                    assert self._order is not None, "the change is under way"
+                    self._lifecycle.next_role = worker_role(self._order.role)
+                    self._routers().send_credit()  # of nothing, with the role that follows when all have answered
                 case FlipStep.TAKE | FlipStep.KEEP:
                     self._take(is_kept=step is FlipStep.KEEP)
         if self._lifecycle.num_drains != num_drains:
             logger.info("a drain has ended the change of the role")
-        self._end()
+        self._order = None
+        self._change = None
+        # The role was not taken: offer again what was withdrawn for it.
+        if self._lifecycle.next_role:
+            self._lifecycle.next_role = None
+            self._routers().send_credit()
 
     def _next_step(self, num_drains: int) -> FlipStep:
         if self._order is None:
             return FlipStep.END
-        return next_flip_step(self._lifecycle, self._order, num_drains, self._settling.answers)
-
-    def _close(self) -> None:
-        """Send a credit of nothing, with the role that is to be taken when every router has answered."""
-        assert self._order is not None, "the change is under way"
-        self._lifecycle.next_role = worker_role(self._order.role)
-        self._announce_credit()
+        return next_flip_step(self._lifecycle, self._order, num_drains, self.settling.answers)
 
     def _take(self, *, is_kept: bool) -> None:
         """Take the role now: every router has answered that it binds no leg by the former one.
@@ -108,15 +103,8 @@ class Flip:
             logger.warning("the order to become a %s worker is refused by a router", self._order.role)
         role = self._lifecycle.role if is_kept else worker_role(self._order.role)
         self._lifecycle.take_role(role, self._order.epoch)
-        self._settling.watch()
-        self._announce_role()
-        self._announce_credit()
+        self.settling.watch()
+        # The role before the credit: a router reads the credit as that of the role it has.
+        self._routers().send_role()
+        self._routers().send_credit()
         logger.info("this is a %s worker now", role.value)
-
-    def _end(self) -> None:
-        """End the change; a worker that offers nothing because of it offers its credit again."""
-        self._order = None
-        self._change = None
-        if self._lifecycle.next_role:
-            self._lifecycle.next_role = None
-            self._announce_credit()

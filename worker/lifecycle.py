@@ -1,14 +1,20 @@
-"""The state of a worker between its start and its end, and the role in which it serves."""
+"""The state of a worker between its start and its end, the role in which it serves, and what it does next.
 
-from collections.abc import Mapping
+``next_flip_step`` and ``next_settling_step`` decide that while it changes its role, drains, or is unsettled: pure functions.
+``flipping.py`` and ``settling.py`` wait for what these decisions depend on, and carry them out. The protocol's model checker
+calls them too (``docs/protocol.md``).
+"""
+
+from collections.abc import Callable
 from enum import StrEnum
-from types import MappingProxyType
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from contract.errors import UnavailableError
-from contract.identity import Role
-from contract.membership import Credit
+from contract.identity import Role, worker_role
+from contract.membership import Credit, RoleOrder
+from worker.role_rules import LegCall, ReadLeg, RoleRules, Roles
 
 
 class WorkerState(StrEnum):
@@ -24,34 +30,16 @@ class WorkerState(StrEnum):
     LEFT = "left"
 
 
-class LegCall(StrEnum):
-    """The kinds of leg that a router orders on a worker's stream."""
-
-    PREFILL = "Prefill"
-    DECODE = "Decode"
-    EMBED = "Embed"
-
-
-_SERVED: Mapping[Role, frozenset[LegCall]] = MappingProxyType(
-    {
-        Role.PREFILL: frozenset({LegCall.PREFILL, LegCall.EMBED}),
-        Role.DECODE: frozenset({LegCall.DECODE}),
-        Role.AGGREGATED: frozenset({LegCall.DECODE, LegCall.EMBED}),
-    }
-)
-"""The calls that a worker of each role serves. A decode leg without a source computes its prompt itself."""
-
-
 class Lifecycle:
     """Owns the state and the role of one worker: STARTING → SERVING ⇄ DRAINING → LEFT.
 
     is_stopping: the worker's process is to end, so that a drain cannot be undone. num_drains: drains that were begun.
     role_epoch: that of the last change of the role; 0 while the worker has the role in which it started. next_role: the
     role that the worker is to take as soon as every router binds no leg by this one. is_unsettled: it may lend and fetch at
-    once.
+    once. roles: the rules of all roles.
     """
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, roles: Roles) -> None:
         self.role = role
         self.role_epoch = 0
         self.state = WorkerState.STARTING
@@ -60,6 +48,12 @@ class Lifecycle:
         self.next_role: Role | None = None
         self.is_unsettled = False
         self._former_role = role
+        self._roles = roles
+
+    @property
+    def rules(self) -> RoleRules:
+        """The rules of the role."""
+        return self._roles[self.role]
 
     @property
     def is_draining(self) -> bool:
@@ -99,15 +93,20 @@ class Lifecycle:
 
     def credit(self, full: Credit) -> Credit:
         """Return the credit to offer: that of one role at a time (law 4), or nothing while the worker closes or drains."""
+        # A drain has precedence over a change of the role, which ends then.
         if self.is_draining:
             return Credit(is_draining=True, is_unsettled=self.is_unsettled)
         if self.next_role:
             return Credit(next_role=self.next_role.value)
         return replace(full, is_unsettled=self.is_unsettled)
 
-    def serves(self, call: LegCall) -> bool:
-        """Return True if the role serves this call, or the former one did and may have legs on their way."""
-        return call in _SERVED[self.role] or (self.is_unsettled and call in _SERVED[self._former_role])
+    def reader_of(self, call: LegCall) -> ReadLeg | None:
+        """Return how the role reads this call; None if it does not serve it.
+
+        What the former role served is served until the worker is settled: legs of it may be on their way.
+        """
+        former = self._roles[self._former_role].calls if self.is_unsettled else {}
+        return self.rules.calls.get(call) or former.get(call)
 
     def check_open(self) -> None:
         """Raise UnavailableError if the worker accepts no leg because its process ends.
@@ -116,3 +115,88 @@ class Lifecycle:
         """
         if self.state is WorkerState.LEFT:
             raise UnavailableError("the worker is stopping")
+
+
+class RouterAnswers(Protocol):
+    """The routers' answers to credits."""
+
+    @property
+    def are_answered(self) -> bool:
+        """True if every router has answered its last credit."""
+
+    @property
+    def need_role(self) -> bool:
+        """True if a router needs the worker in its present role, by the last answers."""
+
+    @property
+    def num_former(self) -> int:
+        """Legs and moves of the worker's former state, by the last answers."""
+
+
+class FlipStep(StrEnum):
+    """The next step of a change of the role.
+
+    WAIT_SETTLED: nothing can be done before the worker is settled. CLOSE: offer a credit of nothing. WAIT_ANSWERED: nothing
+    can be done before every router has answered it. TAKE: take the role. KEEP: keep the present
+    role. END: there is nothing to change any more.
+    """
+
+    WAIT_SETTLED = "wait_settled"
+    CLOSE = "close"
+    WAIT_ANSWERED = "wait_answered"
+    TAKE = "take"
+    KEEP = "keep"
+    END = "end"
+
+
+class SettlingStep(StrEnum):
+    """The next step of a worker that drains or is unsettled.
+
+    WAIT_ANSWERED: nothing can be done before every router has answered the last credit. UNSETTLE: count as unsettled.
+    STAY: the worker stays unsettled until its drain is undone. WAIT_FORMER: something is left of the former
+    state; the routers and the engine report when that changes. SETTLE: count as settled. END: there is nothing to follow.
+    """
+
+    WAIT_ANSWERED = "wait_answered"
+    UNSETTLE = "unsettle"
+    STAY = "stay"
+    WAIT_FORMER = "wait_former"
+    SETTLE = "settle"
+    END = "end"
+
+
+def next_flip_step(
+    lifecycle: Lifecycle, order: RoleOrder, num_drains: int, routers: RouterAnswers
+) -> FlipStep:
+    """Return the next step towards the role of the newest order.
+
+    num_drains: the drains that had begun before the change did; one that begins later ends the change.
+    """
+    # A drain empties the worker anyway, and the answers to its credit are not those to the credit of this change.
+    if order.epoch <= lifecycle.role_epoch or lifecycle.num_drains != num_drains:
+        return FlipStep.END
+    if lifecycle.is_unsettled:
+        return FlipStep.WAIT_SETTLED
+    role = worker_role(order.role)
+    if role is lifecycle.role:  # the order's epoch is reported, so that routers see that it was carried out
+        return FlipStep.TAKE
+    if lifecycle.next_role is not role:
+        return FlipStep.CLOSE
+    if not routers.are_answered:
+        return FlipStep.WAIT_ANSWERED
+    return FlipStep.KEEP if routers.need_role else FlipStep.TAKE
+
+
+def next_settling_step(
+    lifecycle: Lifecycle, routers: RouterAnswers, has_mixed_kv: Callable[[], bool]
+) -> SettlingStep:
+    """Return the next step of a worker between settled and unsettled. has_mixed_kv: see RoleRules, of its role and now."""
+    if not (lifecycle.is_draining or lifecycle.is_unsettled):
+        return SettlingStep.END
+    if not routers.are_answered:
+        return SettlingStep.WAIT_ANSWERED
+    if not lifecycle.is_unsettled:
+        return SettlingStep.UNSETTLE
+    if lifecycle.is_draining:
+        return SettlingStep.STAY
+    return SettlingStep.WAIT_FORMER if routers.num_former or has_mixed_kv() else SettlingStep.SETTLE

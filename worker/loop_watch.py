@@ -25,7 +25,7 @@ _THREADS = Path("/proc/self/task")
 
 def _exit() -> None:
     faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
-    os._exit(EXIT_CODE)
+    os._exit(EXIT_CODE)  # sys.exit would end this thread only
 
 
 def queued_nanoseconds_by_thread(threads: Path = _THREADS) -> dict[str, int]:
@@ -43,11 +43,13 @@ class LoopProgress:
     """Decides from the turns of a loop whether it hangs. Pure: times, turns and waits are inputs.
 
     A loop waits for a processor itself, or for Python's lock, which a thread holds that waits for a processor: any starved
-    thread of the process excuses it. A thread that is blocked does not wait for a processor. now: seconds.
+    thread of the process excuses it. A thread that is blocked does not wait for a processor. now: seconds. has_turned: the
+    last look has seen a sign of life, so that the loop is to be asked again.
     """
 
     def __init__(self, patience_seconds: float, now: float) -> None:
         self._patience = patience_seconds
+        self.has_turned = True
         self._seen = -1
         self._since = self._looked_at = now
         self._queued: Mapping[str, int] = {}
@@ -64,20 +66,17 @@ class LoopProgress:
         """
         was_away = now - self._looked_at > 2 * self.interval  # this process was stopped, or the machine slept
         self._looked_at = now
-        if was_away or num_turns != self._seen:
+        self.has_turned = was_away or num_turns != self._seen
+        if self.has_turned:
             self._seen = num_turns
             self._since = now
             self._queued = queued
             return None
         seconds = now - self._since
+        # The longest wait of one thread, not the sum: many threads that each waited a little prove no starvation.
         longest = max((value - self._queued.get(name, 0) for name, value in queued.items()), default=0)
         is_starved = longest >= _STARVED_SHARE * seconds * 1e9
         return seconds if seconds >= self._patience * (STARVED_FACTOR if is_starved else 1) else None
-
-    @property
-    def has_turned(self) -> bool:
-        """True if the last look has seen a sign of life: the loop is to be asked again."""
-        return self._since == self._looked_at
 
 
 class LoopWatch:

@@ -1,18 +1,15 @@
-"""The facts that a worker sends to its router: what it is, and how much work it takes at once."""
+"""The facts with which a worker registers at its router."""
 
 from dataclasses import dataclass
 from importlib.metadata import version
 
 from contract.identity import Role
-from contract.membership import Credit, Registration
+from contract.membership import Registration
 from engine.client import EngineClient
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
-from serving.process_facts import process_identity
+from serving.admin import process_identity
 from serving.settings import first_listed
 from worker.settings import WorkerSettings
-
-_QUEUED_STEPS = 2
-"""Steps full of prompt tokens that a prefill worker accepts in advance, so that it never waits for the router."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +19,6 @@ class WorkerIdentity:
     role: Role
     worker_id: str
     boot_id: str
-
-
-def credit_of(role: Role, settings: WorkerSettings, engine: EngineClient) -> Credit:
-    """Return the most work that the worker accepts at once in this role.
-
-    A prefill worker is limited by its queue of prompt tokens; every worker by the size of its KV cache.
-    """
-    info = engine.info
-    kv_tokens = (info.num_blocks - 1) * info.layout.block_size
-    queued = settings.max_queued_tokens or _QUEUED_STEPS * settings.max_num_batched_tokens
-    is_prefill = role is Role.PREFILL
-    return Credit(
-        max_requests=settings.max_num_seqs, max_tokens=min(queued, kv_tokens) if is_prefill else kv_tokens
-    )
 
 
 def registration_of(
@@ -64,5 +47,7 @@ def registration_of(
         admin_address=admin_address,
         embeds_only=not info.has_head,
         build=version("kvbaton"),
+        # Where its coordinator is: the same for all ranks, and for no other group.
+        group=settings.data_parallel_address or "" if settings.data_parallel_size > 1 else "",
         **process_identity(settings.num_restarts),
     )

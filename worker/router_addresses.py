@@ -1,12 +1,12 @@
 """The addresses at which a worker's routers can be reached; a name may stand for several of them, which change."""
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
 from contract.addresses import join_address, split_address
+from serving.http_hosts import is_ip_address
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +33,15 @@ class RouterAddresses:
         """Return the addresses of all names, "IP:PORT". A name that cannot be resolved now keeps those that it had."""
         for name in self._known:
             try:
-                self._known[name] = await self._resolved(name)
+                host, port = split_address(name)
+                found = frozenset({name}) if is_ip_address(host) else await self._look_up(host, port)
             except OSError as error:
-                self._log_failure(name, error.strerror or str(error))
+                reason = error.strerror or str(error)
+                # Once for each reason: this is asked every two seconds.
+                if self._failures.get(name) != reason:
+                    self._failures[name] = reason
+                    logger.warning("the name of router %s cannot be resolved (%s)", name, reason)
             else:
+                self._known[name] = found
                 self._failures.pop(name, None)
         return frozenset().union(*self._known.values())
-
-    async def _resolved(self, name: str) -> frozenset[str]:
-        host, port = split_address(name)
-        return frozenset({name}) if _is_ip(host) else await self._look_up(host, port)
-
-    def _log_failure(self, name: str, reason: str) -> None:
-        if self._failures.get(name) != reason:
-            self._failures[name] = reason
-            logger.warning("the name of router %s cannot be resolved (%s)", name, reason)
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

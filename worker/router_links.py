@@ -86,21 +86,22 @@ class RouterLinks:
         while True:
             found = await self._addresses.resolve()
             for address in sorted(found - self._links.keys()):
-                self._open(address)
+                stream = RouterStream(
+                    self._dial(address),
+                    self._registration,
+                    self._listener,
+                    may_attach=self._until_not_reached,
+                )
+                task = asyncio.create_task(self._keep(stream), name=f"stream to router {address}")
+                task.add_done_callback(self._on_end)
+                self._links[address] = _Link(stream, task)
             for address in self._links.keys() - found:
+                # A stream that works stays: a name server that forgets a router for a moment must not abort its requests.
                 if not self._links[address].stream.is_attached:
                     self._links.pop(address).task.cancel()
             if self._links:
                 self._resolved.set()
             await asyncio.sleep(RESOLVE_SECONDS if self._links else _FIRST_RESOLVE_SECONDS)
-
-    def _open(self, address: str) -> None:
-        stream = RouterStream(
-            self._dial(address), self._registration, self._listener, may_attach=self._until_not_reached
-        )
-        task = asyncio.create_task(self._keep(stream), name=f"stream to router {address}")
-        task.add_done_callback(self._on_end)
-        self._links[address] = _Link(stream, task)
 
     async def _keep(self, stream: RouterStream) -> None:
         """Run a stream; a refusal by one of several routers leaves the others as they are."""
@@ -109,6 +110,7 @@ class RouterLinks:
             try:
                 await stream.run()
             except IncompatiblePeerError as error:
+                # Only when the others have been tried is it clear that no router accepts this worker.
                 for link in [link for link in self._links.values() if link.stream is not stream]:
                     await link.stream.wait_tried()
                 if not self.attached:

@@ -1,29 +1,34 @@
 """The worker's stream to one router, opened again after every loss.
 
 A lost stream means that the router is gone, or that it regards this worker as gone: the worker aborts the requests that came
-for this stream, and registers again. Streams to other routers are independent of it.
+for this stream, and registers again. Streams to other routers are independent of it. ``Attachment`` is one stream, from the
+registration to its end; ``RouterStream`` opens it again.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from contract.errors import IncompatiblePeerError
+from contract.membership import Welcome
 from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
 from serving.cluster_tls import ROUTER_NAME, ClusterTls
+from serving.event_loop import is_being_cancelled
 from serving.grpc_options import internal_stream_options
-from serving.waiting import is_being_cancelled
+from wire.membership import from_proto
 from wire.numbers import BadNumberError
-from worker.attachment import Attachment
 
 logger = logging.getLogger(__name__)
 
+
+_ACKNOWLEDGE_SECONDS = 0.01
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
 MAX_UNREAD_BYTES = 64 * 2**20
@@ -32,6 +37,86 @@ _TLS_FAILURES = ("SSL_ERROR_SSL", "Hostname Verification")
 _ID_TAKEN = grpc.StatusCode.ALREADY_EXISTS.name
 """Another process has this worker's id; it may be an earlier process of this worker, so the worker tries again."""
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
+
+
+class Attachment:
+    """One Attach call. Owns the messages that the router has not read yet.
+
+    accepted: the router's acceptance; empty until then. has_router_left: the router has sent goodbye.
+    has_bad_number: one side has ended the call because of a number that the other one has sent.
+    num_unread_bytes: size of the unread messages; above ``max_unread_bytes`` the call is cancelled.
+    Every message carries the number of the router's orders that were carried out.
+    """
+
+    def __init__(self, registration: pb.Registration, max_unread_bytes: int) -> None:
+        self.accepted = Welcome()
+        self.has_router_left = False
+        self.has_bad_number = False
+        self.num_unread_bytes = 0
+        self._registration = registration
+        self._max_unread_bytes = max_unread_bytes
+        self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
+        self._call: Any = None
+        self._num_orders = 0
+        self._acknowledgement: asyncio.TimerHandle | None = None
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        """Queue a message for the router; cancel the call if too much is unread."""
+        message.num_orders = self._num_orders
+        if self._acknowledgement:  # this message has acknowledged the orders
+            self._acknowledgement.cancel()
+            self._acknowledgement = None
+        self._outbox.put_nowait(message)
+        self.num_unread_bytes += message.ByteSize()
+        if self.num_unread_bytes > self._max_unread_bytes:
+            self._call.cancel()
+
+    async def run(
+        self,
+        channel: grpc.aio.Channel,
+        on_accepted: Callable[[], None],
+        on_message: Callable[[pb.RouterMessage], Awaitable[None]],
+    ) -> None:
+        """Register and read the router's messages until the stream ends.
+
+        ``on_accepted`` is called when the worker is registered, ``on_message`` for each later message except the last one;
+        the next message is read when it has returned.
+
+        Raises AioRpcError if the call fails, CancelledError if it was cancelled because the router does not read.
+        """
+        self._call = worker_pb2_grpc.MembershipStub(channel).Attach(self._messages())
+        try:
+            async for message in self._call:
+                match message.WhichOneof("message"):
+                    case "welcome":
+                        self.accepted = from_proto(Welcome, message.welcome)
+                        on_accepted()
+                    case "goodbye":
+                        self.has_router_left = True
+                    case _:
+                        await on_message(message)
+                        self._count(len(message.orders.orders))  # carried out, and not only received
+        finally:
+            if self._acknowledgement:
+                self._acknowledgement.cancel()
+            # A call that has ended does not end the task that takes messages for it.
+            self._outbox.put_nowait(None)
+
+    def _count(self, num_orders: int) -> None:
+        """Count orders that were carried out. The next message reports them, within a hundredth of a second."""
+        self._num_orders += num_orders
+        if num_orders and self._acknowledgement is None:
+            loop = asyncio.get_running_loop()
+            self._acknowledgement = loop.call_later(_ACKNOWLEDGE_SECONDS, self.send, pb.WorkerMessage())
+
+    async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
+        yield pb.WorkerMessage(registration=self._registration)
+        while (message := await self._outbox.get()) is not None:
+            yield message
+            # The end of the messages half-closes the stream, and the router ends the call.
+            if message.HasField("goodbye"):
+                return
+            self.num_unread_bytes -= message.ByteSize()
 
 
 @dataclass(frozen=True)
@@ -50,13 +135,13 @@ class RouterAddress:
 class StreamListener(Protocol):
     """Receives what happens on streams to routers."""
 
-    def opened(self, stream: "RouterStream") -> None:
+    def on_open(self, stream: "RouterStream") -> None:
         """Handle that a router has accepted this worker. ``stream.session`` names the stream until it is lost."""
 
-    async def received(self, stream: "RouterStream", message: pb.RouterMessage) -> None:
+    async def on_message(self, stream: "RouterStream", message: pb.RouterMessage) -> None:
         """Handle a message of a router on an open stream. The next one is read when this returns."""
 
-    async def lost(self, session: str) -> None:
+    async def on_loss(self, session: str) -> None:
         """Handle that a stream that was open has ended. The worker registers again when this returns."""
 
 
@@ -126,7 +211,7 @@ class RouterStream:
 
     def send(self, message: pb.WorkerMessage) -> None:
         """Queue a message for the router; dropped while no router is attached (its requests are aborted then)."""
-        if self.is_attached:
+        if self._attached.is_set():
             self._attachment.send(message)
 
     async def leave(self) -> None:
@@ -149,11 +234,15 @@ class RouterStream:
             reason = await self._attach_once()
             self._tried.set()
             if self._attached.is_set():
+                # A router of another version may send the same bad number each time: it is not tried every 0.1 s.
                 if not self._attachment.has_bad_number:
                     delay = FIRST_RETRY_SECONDS
                 await self._end(reason)
             else:
-                self._log_failure(reason, is_new=reason != last_reason)
+                # A router that is away for hours fills no log, but an id that another process has must be seen.
+                level = logging.WARNING if _ID_TAKEN in reason else logging.INFO
+                level = level if reason != last_reason else logging.DEBUG
+                logger.log(level, "router %s is not reachable yet (%s)", self.address, reason)
             last_reason = reason
             await asyncio.sleep(delay)
             delay = min(delay * 2, LAST_RETRY_SECONDS)
@@ -166,7 +255,7 @@ class RouterStream:
             logger.info("router %s is stopping", self.address)
         else:
             logger.warning("lost router %s (%s); its requests are aborted", self.address, reason)
-        await self._listener.lost(self.session)
+        await self._listener.on_loss(self.session)
 
     async def _attach_once(self) -> str:
         """Keep one stream open to its end and return why it ended."""
@@ -174,19 +263,29 @@ class RouterStream:
         try:
             async with self._router.channel() as channel:
                 await self._attachment.run(
-                    channel, self._on_accepted, lambda message: self._listener.received(self, message)
+                    channel, self._on_accepted, lambda message: self._listener.on_message(self, message)
                 )
         except asyncio.CancelledError:
-            if not self._attachment.is_overfull or is_being_cancelled():
+            # gRPC raises the same error for a call that this side has cancelled as for a task that is cancelled.
+            if self.num_unread_bytes <= self._max_unread_bytes or is_being_cancelled():
                 raise
             return f"it leaves more than {self._max_unread_bytes} bytes unread"
         except BadNumberError as error:
             self._attachment.has_bad_number = True
             return error.message
         except grpc.aio.AioRpcError as error:
-            self._check_refusal(error)
+            # Another attempt would not help.
+            if error.code() in _REFUSALS:
+                raise IncompatiblePeerError(
+                    f"router {self.address} refused this worker: {error.details()}"
+                ) from error
+            reason = f"{error.code().name}: {error.details()}"
+            if not self._was_attached and any(text in reason for text in _TLS_FAILURES):
+                raise IncompatiblePeerError(
+                    f"router {self.address} does not prove that it holds this worker's cluster secret: {reason}"
+                ) from error
             self._attachment.has_bad_number = error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            return _reason(error)
+            return reason
         return "the router closed the stream"
 
     def _new_attachment(self) -> Attachment:
@@ -198,26 +297,4 @@ class RouterStream:
         self._detached.clear()
         self._attached.set()
         self._tried.set()
-        self._listener.opened(self)
-
-    def _check_refusal(self, error: grpc.aio.AioRpcError) -> None:
-        """Raise IncompatiblePeerError if another attempt would not help."""
-        router = f"router {self.address}"
-        if error.code() in _REFUSALS:
-            raise IncompatiblePeerError(f"{router} refused this worker: {error.details()}") from error
-        reason = _reason(error)
-        if not self._was_attached and any(text in reason for text in _TLS_FAILURES):
-            raise IncompatiblePeerError(
-                f"{router} does not prove that it holds this worker's cluster secret: {reason}"
-            ) from error
-
-    def _log_failure(self, reason: str, *, is_new: bool) -> None:
-        """Log why an attempt failed: the first of several failures for one reason, and the others for debugging only."""
-        level = logging.WARNING if _ID_TAKEN in reason else logging.INFO
-        logger.log(
-            level if is_new else logging.DEBUG, "router %s is not reachable yet (%s)", self.address, reason
-        )
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"
+        self._listener.on_open(self)  # last: it sends, which is dropped on a stream that is not attached

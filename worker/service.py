@@ -1,4 +1,9 @@
-"""Starts one worker in order (engine, gRPC, admin, router) and stops it again."""
+"""Starts one worker in order (engine, gRPC, admin, router) and stops it again.
+
+``WorkerServicer`` is the gRPC service, the same for all roles: what a router calls beside its orders on the Attach stream.
+``DrainAdmin`` is ``POST /drain`` and ``POST /undrain`` on the admin port, for a hook that runs before the worker is stopped.
+That port asks for an admin key if the worker has keys, and otherwise accepts the worker's own user and root on this machine.
+"""
 
 import asyncio
 import logging
@@ -9,67 +14,85 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+import grpc
 import grpc.aio
+from aiohttp import web
 from prometheus_client.registry import Collector
 
 from contract.addresses import join_address, split_address
+from contract.errors import InvalidRequestError, KvbatonError
 from contract.identity import Role, new_boot_id
-from engine.client import EngineClient, ProcessClient
+from contract.model_folder import MAX_TOKENIZER_BYTES, read_bytes
+from data_parallel.gate import join_group
+from engine.client import InProcessClient, ProcessClient
+from engine.connecting import Transfers
+from engine.scheduling.remote_kv import TransferStages
 from kv_transfer.connector import TransferFactory
+from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
-from serving.admin import AdminServer
+from serving.admin import AdminServer, seconds_in
 from serving.admin_access import AdminAccess
-from serving.descriptors import internal_connections, num_open_descriptors, raise_descriptor_limit
-from serving.grpc_options import internal_server_options
-from serving.grpc_server import start_grpc
+from serving.errors import grpc_code
+from serving.grpc_options import internal_server_options, start_grpc
 from serving.grpc_unauthenticated import UnauthenticatedConnections
+from serving.http_acceptor import internal_connections, num_open_descriptors, raise_descriptor_limit
 from serving.http_hosts import listed_hosts
 from serving.logs import configure_logs, log_settings
-from serving.metric_aliases import AliasCollector
-from serving.metrics import EngineCollector
+from serving.metrics import AliasCollector, EngineCollector
 from serving.settings import first_listed
 from serving.signals import until_stopped
-from worker.cores import run_on
-from worker.drain_admin import DrainAdmin
+from text.model_card import MODEL_FILES
+from wire.legs import decode_from_proto, hand_off_from_proto
+from worker.cores import run_on, set_niceness
 from worker.loop_watch import LoopWatch
-from worker.niceness import set_niceness
 from worker.registration import WorkerIdentity
-from worker.servicer import WorkerServicer
+from worker.role_rules import Roles
 from worker.settings import WorkerSettings
 from worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+
+_CHUNK_BYTES = 2**20
 OnReady = Callable[[dict[str, Any]], None]
 _Started = tuple[Worker, dict[str, Any]]
 _STOP_GRACE_SECONDS = 0.5
+_CLIENTS: dict[str, type[InProcessClient] | type[ProcessClient]] = {
+    "process": ProcessClient,
+    "in-process": InProcessClient,
+}
+"""The clients of an engine, by the setting ``engine``."""
 
 
-async def serve_both(settings: WorkerSettings, on_ready: OnReady) -> None:
-    """Run an aggregated worker until SIGTERM or SIGINT."""
-    await serve_worker(Role.AGGREGATED, settings, on_ready)
-
-
-async def serve_worker(role: Role, settings: WorkerSettings, on_ready: OnReady) -> None:
+async def serve_worker(
+    role: Role, roles: Roles, stages: TransferStages, settings: WorkerSettings, on_ready: OnReady
+) -> None:
     """Run a worker until SIGTERM or SIGINT, and drain it then; ``on_ready`` gets its addresses once a router is attached.
 
+    role: the one in which it starts; it may take each of ``roles`` later. stages: those of the engine, for all roles.
     Ends the process if its event loop hangs. Raises KvbatonError when the engine cannot start or dies, or when
     the router refuses the worker.
     """
+    # Before any thread or process is started: each inherits the cores and the niceness of the one that starts it.
     run_on(settings.core_numbers)
     set_niceness(settings.nice)
     with LoopWatch(settings.step_timeout_seconds):
-        await _serve_until_stopped(role, settings, on_ready)
+        await _serve_until_stopped(running_worker(role, roles, stages, settings), on_ready)
 
 
-async def _serve_until_stopped(role: Role, settings: WorkerSettings, on_ready: OnReady) -> None:
+async def _serve_until_stopped(running: AbstractAsyncContextManager[_Started], on_ready: OnReady) -> None:
     async with until_stopped() as stopped, AsyncExitStack() as stack:
-        started = await _started(stack, running_worker(role, settings), stopped)
+        started = await _started(stack, running, stopped)
         if started is None:
             return
         worker, addresses = started
+
+        async def announce() -> None:
+            await worker.wait_ready()
+            on_ready({**addresses, "pid": os.getpid(), "worker_id": worker.identity.worker_id})
+
         run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
-        ready = asyncio.create_task(_announce(worker, addresses, on_ready))
+        ready = asyncio.create_task(announce())
         stop = asyncio.create_task(stopped.wait())
         try:
             done, _ = await asyncio.wait({run, stop, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -114,14 +137,21 @@ async def _stop(worker: Worker, run: asyncio.Task[None], at_once: asyncio.Event)
 
 @asynccontextmanager
 async def running_worker(
-    role: Role, settings: WorkerSettings
+    role: Role, roles: Roles, stages: TransferStages, settings: WorkerSettings
 ) -> AsyncIterator[tuple[Worker, dict[str, Any]]]:
     """Run a worker with its engine, gRPC port and admin port within the block."""
     identity = WorkerIdentity(role, settings.worker_id or f"{role.value}-{new_boot_id()[:6]}", new_boot_id())
     log_settings(logger, settings)
-    engine = await _start_engine(identity, settings)
+    factory = TransferFactory(settings.transfer(identity.role, identity.worker_id, identity.boot_id))
+    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+    prepare = partial(configure_logs, f"{identity.worker_id}/engine", level)
+    group = settings.group()
+    gate = None if group is None else partial(join_group, group)
+    transfers = Transfers(factory, stages)
+    client = _CLIENTS[settings.engine]
+    engine = await client.start(settings.engine_settings(), transfers, prepare=prepare, gate=gate)
     try:
-        worker = Worker(identity, settings, engine)
+        worker = Worker(identity, roles, settings, engine)
         async with exposed(worker, settings) as addresses:
             yield worker, addresses
     finally:
@@ -160,16 +190,10 @@ async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dic
         stack.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
         await admin.start()
         stack.push_async_callback(admin.stop)
+        # Called first: the ports stay open until nothing runs any more.
         stack.push_async_callback(worker.abort_all)
         host, port = split_address(bound)
         yield {"grpc": join_address(settings.advertise_host or host, port), "admin": admin.address}
-
-
-async def _start_engine(identity: WorkerIdentity, settings: WorkerSettings) -> EngineClient:
-    factory = TransferFactory(settings.transfer(identity.role, identity.worker_id, identity.boot_id))
-    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
-    prepare = partial(configure_logs, f"{identity.worker_id}/engine", level)
-    return await ProcessClient.start(settings.engine(), factory, prepare=prepare)
 
 
 def _metrics(worker: Worker, settings: WorkerSettings) -> Callable[[], Awaitable[Collector]]:
@@ -188,6 +212,95 @@ def _metrics(worker: Worker, settings: WorkerSettings) -> Callable[[], Awaitable
     return collect
 
 
-async def _announce(worker: Worker, addresses: dict[str, Any], on_ready: OnReady) -> None:
-    await worker.wait_ready()
-    on_ready({**addresses, "pid": os.getpid(), "worker_id": worker.identity.worker_id})
+class DrainAdmin:
+    """Serves the drain of one worker on its admin port, which checks the access. access: names operators in the log."""
+
+    def __init__(self, worker: Worker, access: AdminAccess) -> None:
+        self._worker = worker
+        self._access = access
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return all paths."""
+        return [web.post("/drain", self._drain), web.post("/undrain", self._undrain)]
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """Begin to drain, and wait until the worker is empty: 200, or 202 after ``wait`` seconds."""
+        deadline = seconds_in(request, "deadline")
+        wait = seconds_in(request, "wait") or 0.0
+        self._worker.drain.begin(deadline, by=self._requester(request))
+        is_empty = await self._worker.drain.wait_empty(wait)
+        return self._state(200 if is_empty else 202)
+
+    async def _undrain(self, request: web.Request) -> web.Response:
+        self._worker.drain.undo(by=self._requester(request))
+        return self._state(200)
+
+    def _requester(self, request: web.Request) -> str:
+        return f"the admin port for {self._access.requester(request)}"
+
+    def _state(self, status: int) -> web.Response:
+        worker = self._worker
+        state = {
+            "worker_id": worker.identity.worker_id,
+            "state": worker.lifecycle.state.value,
+            "is_empty": worker.drain.is_empty,
+            "num_requests": worker.num_requests,
+        }
+        return web.json_response(state, status=status)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """Serves one worker. A refusal becomes the status of the call. meet: called with the context of each call."""
+
+    def __init__(self, worker: Worker, meet: Callable[[Any], None]) -> None:
+        self._worker = worker
+        self._meet = meet
+
+    async def HandOff(self, request: pb.HandOffRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Lend the KV of a choice that is being decoded, whatever the role is now."""
+        self._meet(context)
+        try:
+            order, seconds = hand_off_from_proto(request)
+            try:
+                await self._worker.hand_off(order, seconds)
+            except InvalidRequestError as error:  # the call is right; the state of the choice does not fit
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        except KvbatonError as error:
+            await context.abort(grpc_code(error.kind), error.message)
+        return pb.Accepted()
+
+    async def Prepare(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Prepare for a choice that is going to be handed off to this worker."""
+        self._meet(context)
+        try:
+            await self._worker.prepare(decode_from_proto(request))
+        except KvbatonError as error:
+            await context.abort(grpc_code(error.kind), error.message)
+        return pb.Accepted()
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: pb.ResetPrefixCacheRequest, context: Any
+    ) -> pb.Accepted:
+        """Drop the prefix cache, unless blocks are held."""
+        self._meet(context)
+        try:
+            was_reset = await self._worker.engine.call("reset_prefix_cache")
+        except KvbatonError as error:
+            await context.abort(grpc_code(error.kind), error.message)
+        if not was_reset:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "requests or transfers hold blocks of its KV cache"
+            )
+        return pb.Accepted()
+
+    async def GetModelFiles(  # noqa: N802
+        self, request: pb.GetModelFilesRequest, context: Any
+    ) -> AsyncIterator[pb.ModelFile]:
+        """Stream the small files of the model folder, in pieces."""
+        self._meet(context)
+        for name in MODEL_FILES:
+            path = self._worker.model_folder / name
+            # In a thread: a slow disk must not hold up the tokens of the worker's requests.
+            data = await asyncio.to_thread(read_bytes, path, MAX_TOKENIZER_BYTES) or b""
+            for start in range(0, len(data), _CHUNK_BYTES):
+                yield pb.ModelFile(name=name, data=data[start : start + _CHUNK_BYTES])

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Self
 from pydantic import Field, model_validator
 
 from contract.identity import Role
+from data_parallel.options import GroupPlan
 from engine.options import EngineOptions, HostOptions
 from engine.settings import EngineSettings
 from kv_transfer.options import PortOptions, TransferOptions
 from serving.admin_access import AdminKeyOptions
 from serving.http_hosts import HostNameOptions
-from serving.metric_aliases import MetricsOptions
-from serving.settings import Addresses, ListenAddress, ProcessSettings, listed, read_secret_file
+from serving.metrics import MetricsOptions
+from serving.settings import Address, Addresses, ListenAddress, ProcessSettings, listed, read_secret_file
 from worker.cores import parse_cores
 from worker.options import WorkerOptions
 
@@ -48,6 +49,26 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, MetricsOptions, Pl
     """Cores that the worker's processes are bound to, as in 0-3,8; each compute thread gets one of them. Unset: all."""
     nice: int = Field(default=0, ge=0, le=19)
     """Niceness (nice(1)) of the worker: the higher, the more CPU time other processes on the same cores get."""
+
+    data_parallel_rank: int | None = Field(default=None, ge=0)
+    """Number of this worker in its group, from 0, if its ranks are started one by one; unset: all are started here."""
+    data_parallel_address: Address | None = None
+    """HOST:PORT of the group's coordinator, which rank 0 serves; required with data_parallel_rank."""
+
+    @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        rank = self.data_parallel_rank
+        if rank is None:
+            return self
+        if rank >= self.data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank is {rank}: it must be below data_parallel_size ({self.data_parallel_size})"
+            )
+        if self.data_parallel_size > 1 and self.data_parallel_address is None:
+            raise ValueError(
+                "data_parallel_rank is set: set data_parallel_address to where rank 0 is reached, too"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_advertise_host(self) -> Self:
@@ -89,7 +110,7 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, MetricsOptions, Pl
         """Return the cluster secret. Raises SettingError if there is none."""
         return read_secret_file(self.secret_file)
 
-    def engine(self) -> EngineSettings:
+    def engine_settings(self) -> EngineSettings:
         """Return the engine's settings."""
         return EngineSettings(
             **EngineOptions.values_in(self),
@@ -97,6 +118,21 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, MetricsOptions, Pl
             model=self.model,
             device=self.device,
             cores=self.core_numbers,
+        )
+
+    def group(self) -> GroupPlan | None:
+        """Return this worker's place in its data-parallel group; None if it has no group."""
+        if self.data_parallel_size == 1 or self.data_parallel_address is None:
+            return None
+        return GroupPlan(
+            dp_rank=self.data_parallel_rank or 0,
+            dp_size=self.data_parallel_size,
+            address=self.data_parallel_address,
+            listen_host=self.host,
+            host=self.advertise_host or self.host,
+            secret=self.read_secret(),
+            look_ahead=self.data_parallel_look_ahead,
+            timeout_seconds=self.data_parallel_timeout_seconds,
         )
 
     def transfer(self, role: Role, worker_id: str, boot_id: str) -> "TransferSettings":

@@ -11,15 +11,14 @@ last fetches end. Routers bind by what they have received, so each change has th
    A router reports that in its answer to a credit, or later on its own.
 
 Routers bind no hand-over between two unsettled workers, and move no answer to one (``router/routing/policy.py``,
-``router/migration/moving.py``).
+``router/migration/migrator.py``).
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from worker.lifecycle import Lifecycle
-from worker.transitions import RouterAnswers, SettlingStep, next_settling_step
+from worker.lifecycle import Lifecycle, RouterAnswers, SettlingStep, next_settling_step
 
 
 class RouterLinks(RouterAnswers, Protocol):
@@ -28,11 +27,15 @@ class RouterLinks(RouterAnswers, Protocol):
     def send_credit(self) -> None:
         """Send every router its credit."""
 
+    def send_role(self) -> None:
+        """Report the worker's role to every router."""
+
 
 class Settling:
-    """Owns the way of one worker between settled and unsettled; ``worker/transitions.py`` has the decisions.
+    """Owns the way of one worker between settled and unsettled; ``worker/lifecycle.py`` has the decisions.
 
-    has_mixed_kv: returns whether the engine lends KV beside the fetches of its role, or fetches beside its leases.
+    settled: set while the worker is. has_mixed_kv: returns whether the engine lends KV beside the fetches of its role, or
+    fetches beside its leases.
     """
 
     def __init__(
@@ -42,8 +45,8 @@ class Settling:
         self._routers = routers
         self._has_mixed_kv = has_mixed_kv
         self._reported = asyncio.Event()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self.settled = asyncio.Event()
+        self.settled.set()
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -55,10 +58,6 @@ class Settling:
         """Record that a router has reported what it holds, or is gone, or that the engine has reported its state."""
         self._reported.set()
 
-    async def wait_settled(self) -> None:
-        """Wait until the worker is settled."""
-        await self._settled.wait()
-
     async def wait_answered(self) -> None:
         """Wait until every router has answered the last credit. Send that first."""
         while not self._routers().are_answered:
@@ -67,8 +66,8 @@ class Settling:
     def watch(self) -> None:
         """Follow what is to be done: a drain has begun, or the worker has become unsettled."""
         if self._lifecycle.is_unsettled:
-            self._settled.clear()
-        if self._watch is None:
+            self.settled.clear()
+        if self._watch is None:  # one that runs decides anew after each report, and sees the new state then
             self._watch = asyncio.create_task(
                 self._until_settled(), name="watch whether the worker is settled"
             )
@@ -82,23 +81,23 @@ class Settling:
     async def _until_settled(self) -> None:
         """Decide again after each report until nothing is left of the former state."""
         lifecycle = self._lifecycle
-        while (step := self._next_step()) is not SettlingStep.END:
+        while (
+            step := next_settling_step(lifecycle, self._routers(), self._has_mixed_kv)
+        ) is not SettlingStep.END:
             match step:
                 case SettlingStep.UNSETTLE:
                     lifecycle.is_unsettled = True
-                    self._settled.clear()
+                    self.settled.clear()
                     self._routers().send_credit()
                 case SettlingStep.SETTLE:
                     lifecycle.is_unsettled = False
-                    self._settled.set()
+                    self.settled.set()
                     self._routers().send_credit()
                 case _:
                     await self._next_report()
         self._watch = None
 
     async def _next_report(self) -> None:
+        # No report is lost: between the decision and this line nothing else runs.
         self._reported.clear()
         await self._reported.wait()
-
-    def _next_step(self) -> SettlingStep:
-        return next_settling_step(self._lifecycle, self._routers(), self._has_mixed_kv)

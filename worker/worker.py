@@ -1,4 +1,4 @@
-"""One worker: an engine client, the gRPC service that feeds it, and the streams on which its tokens leave."""
+"""One worker: an engine client, the orders of routers that feed it, and the streams on which its tokens leave."""
 
 import asyncio
 import logging
@@ -7,53 +7,127 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from contract.errors import InvalidRequestError, KvbatonError, NotFoundError, UnavailableError
-from contract.identity import Role
-from contract.requests import EngineRequest, HandOff
+from contract.errors import InternalError, InvalidRequestError, KvbatonError, NotFoundError, UnavailableError
+from contract.membership import DrainOrder, RoleOrder
+from contract.outputs import EngineOutput, FinishReason
+from contract.requests import MAX_CHOICES, EngineRequest, HandOff
 from engine.client import EngineClient
-from engine.scheduling.stats import SchedulerStats
+from protos import worker_pb2 as pb
+from serving.admin import facts_of
 from serving.cluster_tls import ClusterTls, worker_tls
 from serving.gpu_memory import reader_of
-from serving.process_facts import facts_of
-from wire.membership import registration_to_proto
-from worker.accepted_requests import AcceptedRequests
-from worker.draining import Drain
-from worker.emptiness import Emptiness
+from wire.legs import cancel_from_proto
+from wire.membership import from_proto, to_proto
+from wire.numbers import BadNumberError
+from worker.draining import Drain, Emptiness
 from worker.flipping import Flip
 from worker.lifecycle import Lifecycle
-from worker.load_reports import LoadReports
-from worker.orders import Orders
-from worker.registration import WorkerIdentity, credit_of, registration_of
+from worker.registration import WorkerIdentity, registration_of
+from worker.role_rules import LegCall, Roles
 from worker.router_addresses import RouterAddresses
 from worker.router_links import RouterLinks
-from worker.router_sessions import RouterSessions
+from worker.router_sessions import AcceptedRequests, LoadReports, RouterSessions
 from worker.router_stream import RouterAddress
 from worker.settings import WorkerSettings, visible_gpus
 from worker.settling import Settling
-from worker.transitions import has_mixed_kv
 
 logger = logging.getLogger(__name__)
-
 GOODBYE_SECONDS = 1.0
+
+
+class Orders:
+    """Carries out the messages of routers, those of one stream in the sequence in which they were sent."""
+
+    def __init__(self, worker: "Worker") -> None:
+        self._worker = worker
+
+    async def carry_out(self, message: pb.RouterMessage, session: str) -> list[EngineOutput]:
+        """Carry out a message that came on this session's stream, and return an output for each choice that is rejected.
+
+        A message of a later version is ignored, and so is one about the worker itself that comes too late. Raises
+        BadNumberError for a number out of its range, but for one of a leg, which is rejected.
+        """
+        try:
+            match message.WhichOneof("message"):
+                case "orders":
+                    return await self._carry_out_all(message.orders, session)
+                case "drain":
+                    self._worker.drain.begin(
+                        from_proto(DrainOrder, message.drain).deadline_seconds, by="a router"
+                    )
+                case "undrain":
+                    self._worker.drain.undo(by="a router")
+                case "role_change":
+                    self._worker.flip.begin(from_proto(RoleOrder, message.role_change))
+        except BadNumberError:  # ends the stream: what else this router sends cannot be believed either
+            raise
+        except KvbatonError as error:
+            logger.info("ignored an order of the router: %s", error.message)
+        return []
+
+    async def _carry_out_all(self, orders: pb.Orders, session: str) -> list[EngineOutput]:
+        rejected: list[EngineOutput] = []
+        for order in orders.orders:
+            match order.WhichOneof("order"):
+                case "prefill":
+                    rejected += await self._start(LegCall.PREFILL, order.prefill, session)
+                case "decode":
+                    rejected += await self._start(LegCall.DECODE, order.decode, session)
+                case "embed":
+                    rejected += await self._start(LegCall.EMBED, order.embed, session)
+                case "cancel":
+                    await self._worker.cancel(*cancel_from_proto(order.cancel))
+        return rejected
+
+    async def _start(
+        self, call: LegCall, leg: pb.PrefillRequest | pb.DecodeRequest | pb.EmbedLegRequest, session: str
+    ) -> list[EngineOutput]:
+        """Accept a leg that the worker's role serves, or return the outputs of its rejection."""
+        try:
+            lifecycle = self._worker.lifecycle
+            if (read := lifecycle.reader_of(call)) is None:
+                raise InternalError(f"a {lifecycle.role.value} worker does not serve {call.value}")
+            await self._worker.accept(await read(leg, self._worker.model_folder), session)
+        except KvbatonError as error:
+            return rejections(leg.task, error)
+        return []
+
+
+def rejections(task: pb.Task, error: KvbatonError) -> list[EngineOutput]:
+    """Return the outputs with which a leg is rejected: one for each of its choices, up to ``MAX_CHOICES``."""
+    return [
+        EngineOutput(
+            request_id=task.request_id,
+            attempt=task.attempt,
+            choice=choice,
+            finish_reason=FinishReason.ERROR,
+            error_kind=error.kind.value,
+            error_message=error.message,
+            error_param=error.param,
+            is_rejected=True,
+        )
+        for choice in range(task.choice, task.choice + max(1, min(task.num_choices, MAX_CHOICES)))
+    ]
 
 
 class Worker:
     """Owns the requests that routers gave to this process, from acceptance until the engine is done with them."""
 
-    def __init__(self, identity: WorkerIdentity, settings: WorkerSettings, engine: EngineClient) -> None:
+    def __init__(
+        self, identity: WorkerIdentity, roles: Roles, settings: WorkerSettings, engine: EngineClient
+    ) -> None:
         self.identity = identity
         self.engine = engine
-        self.lifecycle = Lifecycle(identity.role)
+        self.lifecycle = Lifecycle(identity.role, roles)
         self._settings = settings
+        # The sessions are made last, and call the other parts; so these get functions that look them up when they run.
         emptiness = Emptiness(
             engine,
             lambda: self.num_requests,
             lambda: self._sessions.has_bound_legs,
             lambda: self._sessions.send_credit(),
         )
-        settling = Settling(
-            self.lifecycle, lambda: self._sessions, lambda: _has_mixed_kv(self.lifecycle.role, engine.stats)
-        )
+        settling = Settling(self.lifecycle, lambda: self._sessions, self._has_mixed_kv)
         self.drain = Drain(
             self.lifecycle,
             emptiness,
@@ -62,23 +136,18 @@ class Worker:
             settings.drain_seconds,
             settings.drain_hold_seconds,
         )
-        self.flip = Flip(
-            self.lifecycle,
-            settling,
-            lambda: self._sessions.send_credit(),
-            lambda: self._sessions.send_role(),
-        )
+        self.flip = Flip(self.lifecycle, settling, lambda: self._sessions)
         self._gpus = reader_of(engine.info.device, engine.info.num_ranks, visible_gpus())
         self._accepted = AcceptedRequests()
         self._sessions = RouterSessions(
             self.lifecycle,
-            lambda: self.drain.credit(credit_of(self.lifecycle.role, settings, engine)),
+            lambda: self.drain.credit(self.lifecycle.rules.credit(settings, engine.info)),
             self._accepted,
             self._abort_request,
-            Orders(self, self.drain, self.flip).carry_out,
+            Orders(self).carry_out,
             emptiness.note_report,
             settling.note_report,
-            reports=LoadReports(lambda: self._gpus.memory),
+            reports=LoadReports(self._gpus),
         )
         self._links: RouterLinks | None = None
 
@@ -120,14 +189,19 @@ class Worker:
         self._links = RouterLinks(
             RouterAddresses(self._settings.routers),
             lambda name: RouterAddress(name, self.tls, self._settings.peer_timeout_seconds),
-            registration_to_proto(registration),
+            to_proto(pb.Registration, registration),
             self._sessions,
         )
+
+        async def note_attached() -> None:
+            await self._sessions.wait_open()
+            self.lifecycle.attached()
+
         ended_by: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._links.run())
-                tasks.create_task(self._note_attached())
+                tasks.create_task(note_attached())
                 tasks.create_task(self._send_steps())
                 tasks.create_task(self._report_load())
                 tasks.create_task(self._gpus.keep_read())
@@ -146,7 +220,7 @@ class Worker:
         """Abort everything and send goodbye to the routers, so that they do not count this worker as lost."""
         self.flip.close()
         self.drain.close()
-        self.lifecycle.leave()
+        self.lifecycle.leave()  # before the aborts: a leg that is accepted meanwhile would be left
         await self.abort_all()
         if self._links:
             with suppress(TimeoutError):
@@ -165,9 +239,10 @@ class Worker:
             raise InvalidRequestError(
                 f"request {request.key} is already running; a replay needs a higher attempt"
             )
+        # Recorded only when the engine has it: a refused request has no output that would remove it.
         await self.engine.add_request(request)
         self._accepted.add(request, session, since)
-        self.drain.leg_accepted()
+        self.drain.on_leg_accepted()
 
     async def hand_off(self, order: HandOff, seconds: float) -> None:
         """Hand a choice off while it decodes; see ``EngineClient.hand_off``. Its lease may outlive every request here."""
@@ -204,12 +279,12 @@ class Worker:
             **state,
         }
 
+    def _has_mixed_kv(self) -> bool:
+        stats = self.engine.stats
+        return self.lifecycle.rules.has_mixed_kv(num_leases=stats.num_leases, num_fetches=stats.num_fetches)
+
     async def _abort_request(self, request: EngineRequest) -> None:
         await self.engine.abort(request.request_id, request.attempt)
-
-    async def _note_attached(self) -> None:
-        await self._sessions.wait_open()
-        self.lifecycle.attached()
 
     async def _send_steps(self) -> None:
         """Send the new tokens of each step to their routers. Raises UnavailableError when the engine died.
@@ -221,7 +296,7 @@ class Worker:
             if self.engine.died.is_set():
                 break
             self._sessions.send_step(outputs, self.engine.stats)
-            self.flip.note_engine_report()
+            self.flip.settling.note_report()  # it may have nothing of the former role any more
         raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
 
     async def _report_load(self) -> None:
@@ -230,8 +305,4 @@ class Worker:
             await self.engine.idled.wait()
             self.engine.idled.clear()
             self._sessions.send_load(self.engine.stats, is_idle=True)
-            self.flip.note_engine_report()
-
-
-def _has_mixed_kv(role: Role, stats: SchedulerStats) -> bool:
-    return has_mixed_kv(role, num_leases=stats.num_leases, num_fetches=stats.num_fetches)
+            self.flip.settling.note_report()  # it may have nothing of the former role any more

@@ -1,8 +1,14 @@
-"""The interface between models and attention kernels: plan a step once, attend in every layer."""
+"""The interface between models and attention kernels (plan a step once, attend in every layer), and the choice of a backend.
 
+It is chosen by device, the model's needs and installed packages.
+"""
+
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
@@ -10,6 +16,19 @@ from torch import Tensor
 
 from contract.errors import SettingError
 from engine.compute.inputs import PreparedInputs
+
+logger = logging.getLogger(__name__)
+BACKENDS = {
+    "flashinfer": ("engine.attention.flashinfer_backend", "FlashInferBackend"),
+    "hybrid": ("engine.attention.hybrid_backend", "HybridBackend"),
+    "torch": ("engine.attention.torch_backend", "TorchBackend"),
+    "triton": ("engine.attention.triton_backend", "TritonBackend"),
+}
+_FLASHINFER_DTYPES = ("bfloat16", "float16")
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+# The names that ``auto`` chooses from, fastest first.
+_AUTO = ("hybrid", "triton", "torch")
+_MAX_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -53,12 +72,7 @@ class AttentionStep(Protocol):
         """
 
     def attend(
-        self,
-        shape: LayerShape,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: Tensor | None,
+        self, shape: LayerShape, query: Tensor, key: Tensor | None, value: Tensor | None, cache: Tensor | None
     ) -> Tensor:
         """Attend over all tokens that each token may see; ``cache`` already holds them.
 
@@ -70,8 +84,16 @@ class AttentionStep(Protocol):
 class PlannedStep(AttentionStep, Protocol):
     """A step with any number of tokens of each request."""
 
-    def attend_into(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
-        """Attend as ``attend`` does with a cache; write the result into contiguous ``output``, of the query's shape."""
+    def attend(
+        self,
+        shape: LayerShape,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor | None,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionStep. output: receives the result, and is contiguous, as the query then is; None: a new tensor."""
 
 
 class StaticDecode(AttentionStep, Protocol):
@@ -102,17 +124,102 @@ class AttentionBackend(Protocol):
         """Return what stores KV in captured steps of any lengths; None if the backend has no static steps."""
 
 
-BACKENDS = {
-    "flashinfer": ("engine.attention.flashinfer_backend", "FlashInferBackend"),
-    "hybrid": ("engine.attention.hybrid_backend", "HybridBackend"),
-    "torch": ("engine.attention.torch_backend", "TorchBackend"),
-    "triton": ("engine.attention.triton_backend", "TritonBackend"),
-}
-
-
 def create_backend(name: str) -> AttentionBackend:
     """Make the backend of this name. Raises SettingError that lists the known ones."""
     if name not in BACKENDS:
         raise SettingError(f"attention backend {name!r} is unknown; choose one of {', '.join(BACKENDS)}")
     module, attribute = BACKENDS[name]
     return cast(Callable[[], AttentionBackend], getattr(import_module(module), attribute))()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The attention of a model. group: query heads per KV head. windows: those of its layers, in tokens (None: all)."""
+
+    dtype: str
+    head_dim: int
+    group: int = 1
+    windows: frozenset[int | None] = frozenset({None})
+
+
+def is_installed(package: str) -> bool:
+    """Return whether Python finds the package, without importing it."""
+    return find_spec(package) is not None
+
+
+WhyItFails = Callable[[torch.device, Needs, bool], str | None]
+"""See ``why_flashinfer_fails``."""
+
+
+@cache
+def why_flashinfer_fails(device: torch.device, needs: Needs, has_decodes: bool) -> str | None:
+    """Try FlashInfer out on tiny batches, once for each model's needs; return why it cannot be used, or None.
+
+    Its kernels are loaded or compiled here. A machine may have the package and neither the kernels nor a compiler.
+    has_decodes: it is to compute decodes as well, so their kernel is needed too.
+    """
+    try:
+        import_module("engine.attention.flashinfer_backend").try_out(device, needs, has_decodes)
+    except Exception as error:  # noqa: BLE001 - the boundary to a library that compiles: whatever it raises
+        line = next(iter(str(error).strip().splitlines()), "")
+        return "it does not work here: " + f"{type(error).__name__}: {line}"[:_MAX_REASON]
+    return None
+
+
+def choose_backend(
+    setting: str,
+    device: torch.device,
+    needs: Needs,
+    installed: Callable[[str], bool] = is_installed,
+    why_flashinfer_fails: WhyItFails = why_flashinfer_fails,
+) -> str:
+    """Return the name of the backend; log it, with the reasons against faster ones.
+
+    auto: plain torch on the CPU; on CUDA hybrid (FlashInfer for steps with chunks, Triton for decodes) if FlashInfer can
+    compute the model, else Triton. Raises SettingError for a backend that was set explicitly and cannot compute the model
+    here.
+    """
+
+    def why_not_flashinfer(has_decodes: bool) -> str | None:
+        reason = _why_not_flashinfer(device, needs, installed)
+        return reason or why_flashinfer_fails(device, needs, has_decodes)
+
+    reasons: dict[str, Callable[[], str | None]] = {
+        "hybrid": lambda: why_not_flashinfer(False),
+        "flashinfer": lambda: why_not_flashinfer(True),
+        "triton": lambda: _why_not_on(device, "triton", installed),
+        "torch": lambda: None,
+    }
+    if setting != "auto":
+        if (reason := reasons[setting]()) is not None:
+            raise SettingError(f"attention_backend is {setting!r}, but {reason}", param="attention_backend")
+        return setting
+    passed = []
+    for name in _AUTO:
+        if (reason := reasons[name]()) is None:
+            break
+        passed.append(f"not {name}: {reason}")
+    if device.type == "cuda":
+        logger.info("attention by %s%s", name, f" ({'; '.join(passed)})" if passed else "")
+        if name == "torch":
+            logger.warning("attention by plain torch is slow on CUDA, and its steps cannot be captured")
+    return name
+
+
+def _why_not_flashinfer(device: torch.device, needs: Needs, installed: Callable[[str], bool]) -> str | None:
+    if (reason := _why_not_on(device, "flashinfer", installed)) is not None:
+        return reason
+    if not installed("triton"):
+        return "it stores KV by a Triton kernel, and triton is not installed"
+    if needs.dtype not in _FLASHINFER_DTYPES:
+        return f"it computes {' and '.join(_FLASHINFER_DTYPES)}, and this is {needs.dtype}"
+    if needs.head_dim not in _FLASHINFER_HEAD_DIMS:
+        dims = ", ".join(map(str, _FLASHINFER_HEAD_DIMS))
+        return f"it takes head dims of {dims}, and this is {needs.head_dim}"
+    return None
+
+
+def _why_not_on(device: torch.device, package: str, installed: Callable[[str], bool]) -> str | None:
+    if device.type != "cuda":
+        return f"it needs a CUDA device, and this is {device.type}"
+    return None if installed(package) else f"{package} is not installed"

@@ -13,21 +13,20 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from engine.attention.backend import LayerShape, Slots, StoreKV
-from engine.attention.choice import Needs
+from engine.attention.backend import LayerShape, Needs, Slots, StoreKV
 from engine.attention.pages import NO_SLOT, Pages, num_cleared_behind, pages_of
 from engine.attention.planning import PlannedWrapper
 from engine.attention.splits import SHORT_CHUNK, is_split
 from engine.attention.torch_backend import TorchBackend
-from engine.attention.triton_store import store_kv
+from engine.attention.triton_paged import store_kv
 from engine.compute.inputs import PreparedInputs
 from engine.compute.profiling import profile_inputs
 from engine.compute.staging import copy_into, on_device, padded
 from engine.kv_cache.memory import TORCH_DTYPES
 
 _WORKSPACE_BYTES = 256 * 2**20
+# Query heads per KV head for which the decode kernel is taken; others run on tensor cores (it has none for 5, 6 and 7).
 _DECODE_GROUPS = (1, 2, 3, 4)
-"""Query heads per KV head for which the decode kernel is taken; others run on tensor cores (it has none for 5, 6 and 7)."""
 _PREFILL_BACKENDS = {"prefill": "auto", "short": "fa2"}
 _LAYOUT = "HND"
 _TRIAL_BLOCK = 16
@@ -108,21 +107,19 @@ class FlashInferStep:
         key: Tensor | None,
         value: Tensor | None,
         cache: Tensor | None,
+        output: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionStep."""
+        """See PlannedStep."""
         if cache is None:
             step = TorchBackend().plan(self._inputs, self._block_size, query.device)
             return step.attend(shape, query, key, value, None)
         query = query.contiguous()
-        output = torch.empty_like(query)
-        self.attend_into(shape, query, cache, output)
-        return output
-
-    def attend_into(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
-        """See PlannedStep. query: contiguous."""
+        if output is None:
+            output = torch.empty_like(query)
         if shape not in self._planned:
             self._planned[shape] = self._plan(shape, query, cache)
         self._planned[shape].run(query, cache, output)
+        return output
 
     def _plan(self, shape: LayerShape, query: Tensor, cache: Tensor) -> PlannedWrapper:
         group = query.shape[1] // cache.shape[2]
@@ -131,7 +128,9 @@ class FlashInferStep:
             wrapper = self._wrapper("decode", shape, group, query.device)
             plan_decode(wrapper, pages, shape, query, cache)
             return wrapper
-        wrapper = self._wrapper(_kind_of(self._inputs), shape, group, query.device)
+        # By the step's lengths only: one plan holds all of its requests.
+        has_split = self._inputs.max_query_len <= SHORT_CHUNK and is_split(self._inputs).any()
+        wrapper = self._wrapper("short" if has_split else "prefill", shape, group, query.device)
         plan_prefill(wrapper, self._inputs, pages, shape, query, cache)
         return wrapper
 
@@ -174,12 +173,7 @@ class FlashInferDecode:
         store_kv(key, value, cache, self.slots)
 
     def attend(
-        self,
-        shape: LayerShape,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: Tensor | None,
+        self, shape: LayerShape, query: Tensor, key: Tensor | None, value: Tensor | None, cache: Tensor | None
     ) -> Tensor:
         """See AttentionStep. Each kind of layer must have attended once before a graph is captured."""
         assert cache is not None
@@ -221,11 +215,6 @@ def try_out(device: torch.device, needs: Needs, has_decodes: bool) -> None:
         wrapper = backend.wrapper("short", shape, needs.group, device)
         plan_prefill(wrapper, inputs, pages_of(inputs, _TRIAL_BLOCK, 1), shape, query, cache)
         wrapper.run(query, cache).cpu()
-
-
-def _kind_of(inputs: PreparedInputs) -> str:
-    """Return which prefill kernel a step takes, by its lengths only: one plan holds all of its requests."""
-    return "short" if inputs.max_query_len <= SHORT_CHUNK and is_split(inputs).any() else "prefill"
 
 
 def plan_prefill(

@@ -37,12 +37,13 @@ def pages_of(inputs: PreparedInputs, block_size: int, num_rows: int) -> Pages:
 def blocks_of(inputs: PreparedInputs, block_size: int, num_rows: int) -> tuple[IntVector, IntVector]:
     """Return the blocks of all rows one after the other, and before them where each row's begin, ``[num_rows + 1]``.
 
-    Only the blocks that a request uses are read, not the width of the table. An unused row has the null block.
+    An unused row has the null block.
     """
     counts = -(-padded(inputs.seq_lens, num_rows, 1) // block_size)
     starts = np.zeros(num_rows + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     indices = np.zeros(int(starts[-1]), dtype=np.int32)
+    # Only the blocks that a request uses are read, not the width of the table.
     own = [row[:count] for row, count in zip(inputs.block_table, counts.tolist(), strict=False)]
     np.concatenate(own, out=indices[: starts[inputs.num_reqs]])
     return starts, indices

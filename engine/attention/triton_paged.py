@@ -1,4 +1,7 @@
-"""Launches of our Triton kernels on a step's tensors: prefill tiles, and splits with their combination."""
+"""Launches of our Triton kernels on a step's tensors: prefill tiles, splits with their combination, and the store of KV.
+
+The store serves every backend that uses the pool's own layout.
+"""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +14,6 @@ from engine.attention import triton_kernels, triton_splits
 from engine.attention.backend import LayerShape, Slots
 from engine.attention.splits import DECODE_SPLIT, Packing
 from engine.attention.triton_sizes import (
-    cap_of,
     combine_launch,
     decode_tile,
     num_multiprocessors,
@@ -20,9 +22,35 @@ from engine.attention.triton_sizes import (
     programs_at_once,
     sizes_of,
     split_launch,
+    store_launch,
 )
-from engine.attention.triton_store import store_kv
-from engine.compute.launching import overlap_of
+from engine.compute.staging import overlap_of
+
+
+def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Slots) -> None:
+    """Write a step's KV into a layer's part of the pool."""
+    key = _with_heads_together(key)
+    value = _with_heads_together(value)
+    num_tokens, num_kv_heads, head_dim = key.shape
+    triton_kernels.store_kernel[(num_tokens,)](
+        key,
+        value,
+        cache,
+        slots.places,
+        slots.num_cleared,
+        key.stride(0),
+        value.stride(0),
+        *cache.stride()[:3],
+        num_kv_heads=num_kv_heads,
+        block_size=cache.shape[3],
+        head_dim=head_dim,
+        **store_launch(num_kv_heads, head_dim),
+    )
+
+
+def _with_heads_together(states: Tensor) -> Tensor:
+    """Return ``states`` if each token's heads are contiguous, else a copy."""
+    return states if states[0].is_contiguous() else states.contiguous()
 
 
 @dataclass(frozen=True)
@@ -166,7 +194,7 @@ class PagedAttention:
             "scale": shape.scale * math.log2(math.e),
             "group": query.shape[1] // cache.shape[2],
             "window": shape.sliding_window or 0,
-            "cap": cap_of(shape),
+            "cap": (shape.softcap or 0.0) * math.log2(math.e),  # for scores in base 2; 0 is none
             "block_size": self._block_size,
             "precision": precision_of(cache.dtype),
         }

@@ -1,24 +1,22 @@
 """Tile sizes and launch options of the attention kernels, chosen for compute capability 9.0 by what the compiler reports."""
 
-import math
 from functools import cache
 
 import torch
 
-from engine.attention.backend import LayerShape
 from engine.attention.splits import JOINED_SPLITS
 
 QUERY_TILE = 128
+# From five stages on Triton keeps further tiles of KV in flight: with fewer, which the loads of the block table and then of
+# the tiles themselves take up, it waits for each tile before it computes.
 _STAGES_AHEAD = 5
-"""From five stages on Triton keeps further tiles of KV in flight: with fewer, which the loads of the block table and then of
-the tiles themselves take up, it waits for each tile before it computes."""
 FEW_SPLITS = 8
 """Splits that are combined at once; contexts of up to 2,048 tokens have no more."""
 MANY_SPLITS = 16
 _LEAST_ROWS = 16
 _SMALL_TILE = 32
+# The most registers of a thread, by the programs of four warps that one multiprocessor holds.
 _REGISTERS = {3: 168, 4: 128}
-"""The most registers of a thread, by the programs of four warps that one multiprocessor holds."""
 _MOST_CHUNK_ROWS = 64
 _MULTIPROCESSORS_OF_INTERPRETER = 2
 
@@ -93,11 +91,6 @@ def num_multiprocessors(device: torch.device) -> int:
         return _MULTIPROCESSORS_OF_INTERPRETER
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
-
-
-def cap_of(shape: LayerShape) -> float:
-    """Return the soft cap for scores in base 2; 0 is none."""
-    return 0.0 if shape.softcap is None else shape.softcap * math.log2(math.e)
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from contract.errors import InternalError
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams, choice_seed
-from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.sampling.logits_processors import SamplingRow
+from engine.outputs import NewRequestData, SchedulerOutput
+from engine.sampling.logits_processors import NO_TOKENS, SamplingRow
 
 
 @dataclass
@@ -45,7 +45,7 @@ class RequestState:
         return int(self.num_computed_tokens + num_scheduled >= self.num_tokens)
 
     @property
-    def takes_best(self) -> bool:
+    def is_greedy(self) -> bool:
         """True if the next token is that of the model's highest logit, unless a grammar forbids it."""
         num_generated = self.num_tokens - self.num_prompt_tokens
         is_one = self.num_choices == 1 or num_generated > 0
@@ -55,7 +55,7 @@ class RequestState:
     def _best_from(self) -> int | None:
         """The number of answer tokens from which on it takes the best token; None: never."""
         least = self.sampling.min_tokens
-        if not SamplingRow(self.sampling, self.eos_token_ids, 0, least).takes_best:
+        if not SamplingRow(self.sampling, self.eos_token_ids, 0, least).is_greedy:
             return None
         return least if self.sampling.end_token_ids(self.eos_token_ids) else 0
 
@@ -82,9 +82,30 @@ class InputBatch:
         """Update the tables to the state before this step: remove finished requests, add new ones, extend the rest."""
         for req_id in scheduled.finished_req_ids:
             self._remove(req_id)
+        counts = scheduled.num_scheduled_tokens
         for new in scheduled.scheduled_new_reqs:
-            self._add(new, scheduled.num_scheduled_tokens)
-        self._update_cached(scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens)
+            self._add(new, counts)
+        cached = scheduled.scheduled_cached_reqs
+        # New blocks are appended; a resumed request gets all of them anew, and the tokens, where given.
+        for index, req_id in enumerate(cached.req_ids):
+            state = self.requests.get(req_id)
+            if state is None:
+                raise InternalError(f"request {req_id!r} is scheduled as known but unknown to the runner")
+            is_resumed = cached.resumed_from_preemption[index]
+            tokens = cached.new_token_ids[index] if cached.new_token_ids else []
+            if tokens and not is_resumed:
+                raise InternalError(f"request {req_id!r}: new_token_ids come only with a resumed request")
+            if state.row is None:
+                self._seat(state, counts)
+            if tokens:
+                self._write_tokens(state, tokens)
+            if is_resumed:
+                self.generation += 1
+            groups = cached.new_block_ids[index]
+            blocks = groups[0] if groups else []
+            if blocks or is_resumed:
+                self._write_blocks(state, blocks, is_replacement=is_resumed)
+            state.num_computed_tokens = cached.num_computed_tokens[index]
 
     def row_of(self, req_id: str) -> int:
         """Return the request's row. Raises InternalError for a request without one."""
@@ -115,25 +136,22 @@ class InputBatch:
         bitmask: the tokens that its grammar allows.
         """
         state = self.requests[req_id]
-        row = self.sampling_row(req_id, bitmask)
+        num_prompt = state.num_prompt_tokens
+        num_known = state.num_tokens
+        known = self.known_tokens(req_id) if state.sampling.counts_tokens else NO_TOKENS
+        row = SamplingRow(
+            state.sampling,
+            state.eos_token_ids,
+            num_known,
+            num_known - num_prompt,
+            known[:num_prompt],
+            known[num_prompt:],
+            bitmask,
+        )
         if row.num_generated:
             return [row]
         seeds = [choice_seed(state.sampling.seed, choice) for choice in range(1, state.num_choices)]
         return [row, *(replace(row, sampling=structs.replace(row.sampling, seed=seed)) for seed in seeds)]
-
-    def sampling_row(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> SamplingRow:
-        """Return the row that samples the request's next token."""
-        state = self.requests[req_id]
-        num_prompt = state.num_prompt_tokens
-        num_known = state.num_tokens
-        row = SamplingRow(
-            state.sampling, state.eos_token_ids, num_known, num_known - num_prompt, bitmask=bitmask
-        )
-        if state.sampling.counts_tokens:
-            known = self.known_tokens(req_id)
-            row.prompt_tokens = known[:num_prompt]
-            row.answer_tokens = known[num_prompt:]
-        return row
 
     def _add(self, new: NewRequestData, scheduled: dict[str, int]) -> None:
         self._remove(new.req_id)
@@ -155,47 +173,24 @@ class InputBatch:
         self._write_tokens(state, new.prompt_token_ids)
         self._write_blocks(state, new.block_ids[0], is_replacement=True)
 
-    def _update_cached(self, cached: CachedRequestData, scheduled: dict[str, int]) -> None:
-        """Append new blocks, or replace all of them (and the tokens, where given) for a resumed request."""
-        for index, req_id in enumerate(cached.req_ids):
-            state = self.requests.get(req_id)
-            if state is None:
-                raise InternalError(f"request {req_id!r} is scheduled as known but unknown to the runner")
-            is_resumed = cached.resumed_from_preemption[index]
-            tokens = cached.new_token_ids[index] if cached.new_token_ids else []
-            if tokens and not is_resumed:
-                raise InternalError(f"request {req_id!r}: new_token_ids come only with a resumed request")
-            if state.row is None:
-                self._seat(state, scheduled)
-            if tokens:
-                self._write_tokens(state, tokens)
-            if is_resumed:
-                self.generation += 1
-            groups = cached.new_block_ids[index]
-            blocks = groups[0] if groups else []
-            if blocks or is_resumed:
-                self._write_blocks(state, blocks, is_replacement=is_resumed)
-            state.num_computed_tokens = cached.num_computed_tokens[index]
-
     def _seat(self, state: RequestState, scheduled: dict[str, int]) -> None:
         """Assign the request a row, if necessary that of a request outside this step."""
         self.generation += 1
         if not self._free_rows:
-            self._park(scheduled)
+            outside = (
+                one for one in self.requests.values() if one.row is not None and one.req_id not in scheduled
+            )
+            if (other := next(outside, None)) is None:
+                raise InternalError(
+                    f"more requests are scheduled than the {len(self.token_table)} rows of the tables"
+                )
+            # Its tokens exist only here; its blocks are listed in its state.
+            other.parked_tokens = self.token_table[other.row, : other.num_tokens].tolist()
+            self._free_row(other)
         state.row = self._free_rows.pop()
         self._write_tokens(state, state.parked_tokens)
         state.parked_tokens = []
         self._write_blocks(state, state.block_ids, is_replacement=True)
-
-    def _park(self, scheduled: dict[str, int]) -> None:
-        for other in self.requests.values():
-            if other.row is not None and other.req_id not in scheduled:
-                other.parked_tokens = self.token_table[other.row, : other.num_tokens].tolist()
-                self._free_row(other)
-                return
-        raise InternalError(
-            f"more requests are scheduled than the {len(self.token_table)} rows of the tables"
-        )
 
     def _write_tokens(self, state: RequestState, token_ids: Sequence[int]) -> None:
         if len(token_ids) > self.token_table.shape[1]:

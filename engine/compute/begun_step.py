@@ -1,22 +1,140 @@
-"""A step of one rank, from its launch to its tokens."""
+"""A step of one rank, from its launch to its tokens, which are the same on every rank, and to its embeddings.
+
+An embedding is the final hidden states of a prompt as one vector. ``last`` needs only the state of the prompt's last token,
+so the others may come from the prefix cache. ``mean`` needs all of them: the scheduler computes every token, and the sum is
+carried from chunk to chunk in float64.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.compute.batch import InputBatch
-from engine.compute.inputs import Outline, PreparedInputs, outline_next
-from engine.compute.pooling import pool
-from engine.compute.rank_sampler import RankSampler
-from engine.compute.staging import to_device
+from contract.errors import InternalError
+from engine.compute.batch import InputBatch, RequestState
+from engine.compute.best_tokens import BestOfRanks, TorchBestTokens
+from engine.compute.forward import ForwardPass, best_tokens_on_cuda
+from engine.compute.inputs import IntVector, Outline, PreparedInputs, outline_next
+from engine.compute.staging import begin_copy, on_device, to_device
 from engine.connector import LayerWatch
+from engine.distributed.group import RankGroup
 from engine.outputs import LogprobsLists, ModelRunnerOutput, SchedulerOutput
-from engine.sampling.prompt_logprobs import PromptLogprobs
-from engine.sampling.sampler import Sampling
-from engine.sampling.sampling_batch import Drawing
+from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.sampler import Sampling, begin_sampling, samples_of
+from engine.sampling.sampling_batch import Drawing, PromptLogprobs
+
+# A vector that is shorter stays shorter than 1.
+_LEAST_NORM = 1e-12
+
+
+class RankSampler:
+    """Turns hidden states into logits, and logits into tokens.
+
+    If all rows of a step take their best tokens, several ranks find them together, without whole logits. Otherwise rank 0
+    gathers the logits, samples, and shares the tokens with the others; it alone has log probabilities and counts of NaN.
+    is_first: True on that rank, which returns a step's results.
+    """
+
+    def __init__(self, forward: ForwardPass, group: RankGroup, device: torch.device, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._forward = forward
+        self._group = group
+        self.device = device
+        search = best_tokens_on_cuda() if device.type == "cuda" else TorchBestTokens()
+        self._find_best = BestOfRanks(group, vocab_size, search) if group.size > 1 else None
+        self.is_first = group.rank == 0
+
+    def logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
+        """Return this rank's logits of these tokens of the step; see LanguageModel."""
+        if len(rows) == hidden.shape[0]:  # in order, as they always are
+            return self._forward.logits(hidden)
+        (indices,) = on_device([rows], self.device)
+        return self._forward.logits(hidden[indices])
+
+    def whole_logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
+        """Return the logits ``[len(rows), vocab_size]`` of these tokens of the step on rank 0, and its own elsewhere."""
+        return self._group.gather_columns(self.logits(hidden, rows), self.vocab_size)
+
+    def begin_step(self, logits: Tensor, drawing: Drawing) -> Sampling:
+        """Start sampling: if every row is greedy, the argmax; otherwise row by row. logits: this rank's."""
+        if drawing.is_greedy and (known := self._forward.best_tokens(logits)) is not None:
+            return known
+        if drawing.is_greedy and self._find_best is not None and len(logits):
+            best = torch.empty(len(logits), 2, dtype=torch.int64, device=self.device)
+            self._find_best(logits, best)
+            copied = begin_copy(best)
+            return Sampling(lambda: samples_of(copied()), best.T)
+        whole = self._group.gather_columns(logits, self.vocab_size)
+        rows, places = drawing.rows_and_places
+        if places is not None:  # several tokens are sampled from one row
+            (indices,) = on_device([places], whole.device)
+            whole = whole[indices]
+        return self.begin_rows(whole, rows)
+
+    def begin_rows(self, logits: Tensor, rows: list[SamplingRow]) -> Sampling:
+        """Begin to sample one token for each row of whole logits; the tokens go from device to device."""
+        if self.is_first:
+            sampling = begin_sampling(logits, rows, self._forward.draw)
+            assert sampling.drawn is not None, "the tokens are not where the logits are"
+            if rows:
+                self._group.share(sampling.drawn)
+            return sampling
+        drawn = torch.empty(2, len(rows), dtype=torch.int64, device=self.device)
+        if rows:
+            self._group.share(drawn)
+        copied = begin_copy(drawn)
+        return Sampling(lambda: samples_of(zip(*copied(), strict=True)), drawn)
+
+
+def pool(
+    states: Tensor, inputs: PreparedInputs, requests: list[RequestState], output: ModelRunnerOutput
+) -> None:
+    """Write the embeddings that a step has finished into ``output``; skip requests that do not pool.
+
+    states: ``[num_tokens, hidden_size]`` of the step, after the final norm. A vector with NaN or infinity is left out and
+    counted in ``num_nans_in_logits``. Raises InternalError if a mean would miss tokens.
+    """
+    if all(request.pooling is None for request in requests):
+        return
+    output.pooler_output = [None] * len(requests)
+    for index, request in enumerate(requests):
+        if request.pooling is None:
+            continue
+        start, end = inputs.query_start_loc[index : index + 2]
+        is_last_chunk = int(inputs.seq_lens[index]) >= request.num_tokens
+        if request.pooling.kind == "mean":
+            _add(request, states[start:end], int(inputs.num_computed_tokens[index]))
+        if is_last_chunk:
+            _note(request, index, states[end - 1], output)
+
+
+def _add(request: RequestState, states: Tensor, num_computed: int) -> None:
+    """Add a chunk to the sum; a chunk from the prompt's start, also after a preemption, begins a new one."""
+    if num_computed == 0:
+        request.hidden_sum = None
+    elif request.hidden_sum is None:
+        raise InternalError(f"request {request.req_id!r}: the mean misses its first {num_computed} tokens")
+    chunk: NDArray[np.float64] = states.sum(dim=0, dtype=torch.float64).cpu().numpy()
+    request.hidden_sum = chunk if request.hidden_sum is None else request.hidden_sum + chunk
+
+
+def _note(request: RequestState, index: int, last: Tensor, output: ModelRunnerOutput) -> None:
+    """Write the mean, or the ``last`` token's state if none was summed."""
+    vector: NDArray[np.float64]
+    if request.hidden_sum is not None:
+        vector = request.hidden_sum / request.num_tokens
+    else:
+        vector = last.to(torch.float64).cpu().numpy()
+    if request.pooling and request.pooling.normalize:
+        vector = vector / max(float(np.linalg.norm(vector)), _LEAST_NORM)
+    numbers = vector.astype(np.float32)
+    if num_bad := int(numbers.size - np.isfinite(numbers).sum()):
+        output.num_nans_in_logits = {**(output.num_nans_in_logits or {}), request.req_id: num_bad}
+    else:
+        output.pooler_output[index] = numbers.tolist()
 
 
 @dataclass(frozen=True)
@@ -91,7 +209,8 @@ class BegunStep:
 
     def _sample(self) -> _Sampled | None:
         batch = self._batch
-        drawing = Drawing.of_step(batch, self._scheduled, self._inputs)  # while the pass is computed
+        # Both while the pass is computed: they need no results.
+        drawing = Drawing.of_step(batch, self._scheduled, self._inputs)
         next_outline = outline_next(batch, self._inputs)
         hidden = self._states()
         if hidden is None:
@@ -99,7 +218,7 @@ class BegunStep:
         self.next_outline = next_outline
         logits = self._sampler.logits(hidden, drawing.last)
         if self._watch is not None:
-            self._watch.computed()
+            self._watch.on_computed()  # before the sampling, so that published blocks leave as early as they can
         lists = self._prompt_logprobs.of_step(batch, self._inputs, drawing.states, hidden)
         sampling = self._sampler.begin_step(logits, drawing)
         return _Sampled(drawing, sampling, lists, hidden)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.compute.launching import overlap_of
+from engine.compute.staging import overlap_of
 from engine.distributed.group import RankGroup
 
 BestTokens = Callable[[Tensor, Tensor], None]
@@ -26,10 +26,10 @@ MOST_PROGRAMS = 1024
 
 _TOKEN_BITS = 31
 _LOW_BITS = 0x7FFFFFFF
+# The place of +infinity in the order of float32; NaN is one above it, and -infinity the opposite number, less one.
 _INFINITY = 0x7F800000
-"""The place of +infinity in the order of float32; NaN is one above it, and -infinity the opposite number, less one."""
+# Makes keys positive.
 _OFFSET = 0x80000001
-"""Makes keys positive."""
 
 
 class BestSearch(Protocol):

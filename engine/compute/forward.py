@@ -7,8 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.backend import create_backend
-from engine.attention.choice import Needs, choose_backend, is_installed
+from engine.attention.backend import Needs, choose_backend, create_backend, is_installed
 from engine.compute.best_tokens import BestSearch, TorchBestTokens, TritonBestTokens, best_of_ranks
 from engine.compute.forward_graphs import GraphedForward, capture_sizes
 from engine.compute.forward_plain import PlainForward
@@ -16,13 +15,12 @@ from engine.compute.inputs import PreparedInputs
 from engine.compute.piecewise import piece_sizes
 from engine.compute.recording import CudaRecorder, Recorder
 from engine.connector import LayerWatch
-from engine.fp8.choice import has_products
 from engine.kernels.binding import load_kernels
-from engine.kernels.decoder import KernelDecoder, why_unserved
-from engine.kernels.draw import KernelDraw
+from engine.kernels.decoder import KernelDecoder, KernelDraw, why_unserved
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
+from engine.models.linear import LinearOp
 from engine.models.loading import LoadedModel
 from engine.sampling.sampler import Draw, Sampling, draw_by_torch
 from engine.settings import EngineSettings
@@ -96,15 +94,28 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     """
     model = loaded.model
     config = loaded.config
-    name = choose_backend(settings.attention_backend, device, _needs_of(loaded))
+    needs = Needs(loaded.info.dtype, config.head_dim)
+    # A model of transformers shows only when it runs whether it has groups or windows.
+    if isinstance(config, DecoderConfig):
+        group = config.num_heads // config.num_kv_heads
+        needs = Needs(loaded.info.dtype, config.head_dim, group, frozenset(config.sliding_windows))
+    name = choose_backend(settings.attention_backend, device, needs)
     backend = create_backend(name)
-    draw = _draw_on(device, settings, loaded.info.vocab_size)
+    draw = draw_on_cuda(settings.attention_backend) if device.type == "cuda" else draw_by_torch
     if isinstance(model, CausalLM) and isinstance(config, DecoderConfig):
         if device.type == "cuda":
+            if config.experts is not None:
+                logger.info("no fused operations and no CUDA graphs: the model has experts")
+                return PlainForward(model, backend, settings.block_size, device, draw)
             plain = PlainForward(fused(model, config, name), backend, settings.block_size, device, draw)
             return with_graphs(plain, loaded, settings, CudaRecorder(device))
-        if (kernels := _by_kernels(loaded, model, config, settings, device)) is not None:
-            return kernels
+        if (decoder := _by_kernels(loaded, model, config, settings, device)) is not None:
+            return decoder
+    # The kernels draw even if torch computes the model, where they are faster: from large vocabularies, on the host.
+    may_take_kernels = device.type != "cuda" and settings.attention_backend == "auto"
+    if may_take_kernels and loaded.info.vocab_size >= _LARGE_VOCABULARY:
+        kernels = load_kernels()
+        draw = draw if kernels is None else KernelDraw(kernels)
     return PlainForward(model, backend, settings.block_size, device, draw)
 
 
@@ -115,15 +126,6 @@ def fused(model: CausalLM, config: DecoderConfig, attention_backend: str) -> Lan
     from engine.fused.decoder import FusedDecoder
 
     return FusedDecoder(model, config)
-
-
-def _needs_of(loaded: LoadedModel) -> Needs:
-    """Return what the model needs of attention. A model of transformers shows it only when it runs: no group, no window."""
-    config = loaded.config
-    if not isinstance(config, DecoderConfig):
-        return Needs(loaded.info.dtype, config.head_dim)
-    group = config.num_heads // config.num_kv_heads
-    return Needs(loaded.info.dtype, config.head_dim, group, frozenset(config.sliding_windows))
 
 
 def with_graphs(
@@ -153,18 +155,6 @@ def best_tokens_on_cuda() -> BestSearch:
     return TritonBestTokens() if is_installed("triton") else TorchBestTokens()
 
 
-def _draw_on(device: torch.device, settings: EngineSettings, vocab_size: int) -> Draw:
-    """Return sampling by Triton on CUDA, and on the host by the kernels for large vocabularies.
-
-    The kernels draw even if torch computes the model.
-    """
-    if device.type == "cuda":
-        return draw_on_cuda(settings.attention_backend)
-    may_take_kernels = settings.attention_backend == "auto"
-    kernels = load_kernels() if may_take_kernels and vocab_size >= _LARGE_VOCABULARY else None
-    return draw_by_torch if kernels is None else KernelDraw(kernels)
-
-
 def draw_on_cuda(attention_backend: str) -> Draw:
     """Return sampling by Triton if it is installed, except beside plain torch's attention: the reference."""
     if attention_backend == "torch" or not is_installed("triton"):
@@ -184,8 +174,9 @@ def _by_kernels(
     reason = why_unserved(config, loaded.info.dtype, device, settings.tensor_parallel_size)
     if settings.attention_backend != "auto":
         reason = f"attention_backend is {settings.attention_backend}"
-    if has_products(model):
-        reason = "its weights are multiplied as FP8"
+    forms = {layer.form for layer in model.modules() if isinstance(layer, LinearOp) and layer.matrix is None}
+    if forms:  # such layers can only be called, and the kernels call nothing
+        reason = f"its weights are multiplied as {' and '.join(sorted(forms))}"
     if reason is not None:
         logger.info("plain torch computes the model, not the kernels: %s", reason)
         return None

@@ -30,8 +30,8 @@ from engine.sampling.sampler import Draw, Sampling, samples_of
 logger = logging.getLogger(__name__)
 
 _SMALL_SIZES = (1, 2, 4)
+# Distances of the sizes, and the size up to which they apply.
 _STEPS = ((8, 256), (16, 512), (32, 8192))
-"""Distances of the sizes, and the size up to which they apply."""
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -227,21 +227,18 @@ class GraphedForward:
         """Return the final hidden states; on a GPU, a tensor that will hold them."""
         self._replayed = None
         is_captured = caches is not None and caches is self._caches
-        states = self._replay(inputs, watch) if is_captured else None
-        return self._plain.forward(inputs, caches, watch) if states is None else states
-
-    def _replay(self, inputs: PreparedInputs, watch: LayerWatch | None) -> Tensor | None:
-        """Return the final states of a step that is one graph, or several pieces; None if it is neither."""
+        # A graph runs all layers at once: none of them can be watched.
         is_whole = watch is None and inputs.max_query_len == 1
-        states = self._replay_whole(inputs) if is_whole else None
-        if states is None and self._pieces is not None:
+        states = self._replay_whole(inputs) if is_captured and is_whole else None
+        if is_captured and states is None and self._pieces is not None:
             states = self._pieces.forward(inputs, watch)
-        return states
+        return self._plain.forward(inputs, caches, watch) if states is None else states
 
     def _replay_whole(self, inputs: PreparedInputs) -> Tensor | None:
         if inputs.num_reqs > self._static.sizes[-1]:
             return None
         graph = self._graphs[self._static.fill(inputs)]
+        # It has no room for a step with more splits than were planned for.
         if not graph.step.refill(inputs):
             return None
         graph.recording.replay()

@@ -83,7 +83,23 @@ def prepare_inputs(
 
     ``batch`` must have been updated with the same ``scheduled``. ahead: an outline that may be this step's.
     """
-    outline = ahead if ahead and _is_of(ahead, batch, scheduled) else _of_step(batch, scheduled)
+    counts = scheduled.num_scheduled_tokens
+    # An outline that was made ahead holds if the same requests continue by one token each, in the same rows.
+    is_decode = scheduled.total_num_scheduled_tokens == len(counts)
+    is_next = ahead is not None and ahead.generation == batch.generation and is_decode
+    req_ids = list(counts)
+    if ahead and is_next and req_ids == ahead.req_ids:
+        outline = ahead
+    else:
+        states = [batch.requests[req_id] for req_id in req_ids]
+        outline = _outline(
+            batch,
+            req_ids,
+            _vector([batch.row_of(req_id) for req_id in req_ids]),
+            _vector(list(counts.values())),
+            _vector([state.num_computed_tokens for state in states]),
+            _vector([state.num_wanted(counts[state.req_id]) for state in states]),
+        )
     num_used = -(-int(outline.seq_lens.max(initial=1)) // batch.block_size)
     block_numbers = batch.block_table.ravel()[outline.block_table_indices]
     return PreparedInputs(
@@ -97,7 +113,7 @@ def prepare_inputs(
 
 def outline_next(batch: InputBatch, step: Outline) -> Outline:
     """Return the outline of the next step if exactly this step's requests continue by one token each."""
-    if step.num_tokens > step.num_reqs:
+    if len(step.positions) > len(step.req_ids):
         counts = np.ones_like(step.num_scheduled_tokens)
         return _outline(batch, step.req_ids, step.rows, counts, step.seq_lens, counts)
     block_offsets = (step.block_offsets + np.int32(1)) % np.int32(batch.block_size)
@@ -115,26 +131,6 @@ def outline_next(batch: InputBatch, step: Outline) -> Outline:
         seq_lens=step.seq_lens + np.int32(1),
         num_wanted=step.num_scheduled_tokens,
         query_start_loc=step.query_start_loc,
-    )
-
-
-def _is_of(ahead: Outline, batch: InputBatch, scheduled: SchedulerOutput) -> bool:
-    counts = scheduled.num_scheduled_tokens
-    is_next = ahead.generation == batch.generation and scheduled.total_num_scheduled_tokens == len(counts)
-    return is_next and list(counts) == ahead.req_ids
-
-
-def _of_step(batch: InputBatch, scheduled: SchedulerOutput) -> Outline:
-    req_ids = list(scheduled.num_scheduled_tokens)
-    counts = scheduled.num_scheduled_tokens.values()
-    states = [batch.requests[req_id] for req_id in req_ids]
-    return _outline(
-        batch,
-        req_ids,
-        _vector([batch.row_of(req_id) for req_id in req_ids]),
-        _vector(list(counts)),
-        _vector([state.num_computed_tokens for state in states]),
-        _vector([state.num_wanted(count) for state, count in zip(states, counts, strict=True)]),
     )
 
 

@@ -24,9 +24,9 @@ from engine.connector import LayerWatch
 
 logger = logging.getLogger(__name__)
 
+# Numbers of tokens. Small-batch products have one kernel up to 16 rows and one up to 64, so padding does not change it.
+# From about 200 rows on the number of rows costs time, so the sizes are closer there.
 _SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Numbers of tokens. Products of few rows have one kernel up to 16 rows and one up to 64, so padding does not change it.
-From about 200 rows on the number of rows costs time, so the sizes are closer there."""
 
 
 def piece_sizes(max_num_batched_tokens: int) -> list[int]:
@@ -80,12 +80,7 @@ class _CutStep:
         self._store(key, value, cache, self._own_slots)
 
     def attend(
-        self,
-        shape: LayerShape,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: Tensor | None,
+        self, shape: LayerShape, query: Tensor, key: Tensor | None, value: Tensor | None, cache: Tensor | None
     ) -> Tensor:
         """End a piece; return the results that are there when the next one begins."""
         assert cache is not None
@@ -150,30 +145,27 @@ class PiecewiseGraphs:
             return None
         plain = self._plain
         step = plain.backend.plan(inputs, plain.block_size, plain.device)
-        self._fill(self._tokens[size], inputs)
-        query, mixed = self._between.first(num_tokens)
-
-        def attend(layer: int) -> None:
-            if watch is not None:
-                watch.stored(layer + 1)
-            shape, cache = self._attended[layer]
-            step.attend_into(shape, query, cache, mixed)
-
-        recording = self._recordings[size]
-        recording.replay(attend)
-        return recording.output[:num_tokens].clone()
-
-    def _fill(self, tokens: Tensor, inputs: PreparedInputs) -> None:
-        size = tokens.shape[1]
+        tokens = self._tokens[size]
         rows = [
             padded(inputs.input_ids, size),
             padded(inputs.positions, size),
             padded(inputs.slot_mapping, size, NO_SLOT),
-            padded(num_cleared_behind(inputs, self._plain.block_size), size),
+            padded(num_cleared_behind(inputs, plain.block_size), size),
         ]
         copy_into([tokens], [np.stack(rows)])
         if inputs.fed is not None:
-            tokens[0, : inputs.num_tokens].copy_(inputs.fed)
+            tokens[0, :num_tokens].copy_(inputs.fed)
+        query, mixed = self._between.first(num_tokens)
+
+        def attend(layer: int) -> None:
+            if watch is not None:
+                watch.on_stored(layer + 1)
+            shape, cache = self._attended[layer]
+            step.attend(shape, query, None, None, cache, mixed)
+
+        recording = self._recordings[size]
+        recording.replay(attend)
+        return recording.output[:num_tokens].clone()  # the next replay of any size may use the same memory
 
     def close(self) -> None:
         """Give the graphs' memory back."""

@@ -11,7 +11,7 @@ from contract.sampling import SamplingParams
 from engine.attention.splits import LONG_CONTEXT
 from engine.compute.inputs import PreparedInputs
 from engine.kv_cache.memory import TORCH_DTYPES
-from engine.models.info import ModelInfo
+from engine.models.config import ModelInfo
 from engine.models.loading import LoadedModel
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -87,9 +87,7 @@ def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int, max_length: int
     if model.has_head and num_tokens < max_length:
         known = CachedRequestData([_WARM_UP_ID], [False], [], [([],)], [num_tokens])
         answer = SchedulerOutput(
-            scheduled_cached_reqs=known,
-            num_scheduled_tokens={_WARM_UP_ID: 1},
-            total_num_scheduled_tokens=1,
+            scheduled_cached_reqs=known, num_scheduled_tokens={_WARM_UP_ID: 1}, total_num_scheduled_tokens=1
         )
         steps.append(answer)
     return [*steps, SchedulerOutput(finished_req_ids={_WARM_UP_ID})]

@@ -92,7 +92,7 @@ class CudaRecorder:
     def record_pieces(self, run: Callable[[Cut], Tensor]) -> CudaPieces:
         """See Recorder. Each piece is a graph; a tensor that later pieces read stays in the pool until they are captured."""
         cuda: Any = torch.cuda
-        self._run_before(lambda: run(_go_on))
+        self._run_before(lambda: run(lambda: None))
         graphs: list[Any] = []
 
         def begin() -> None:
@@ -121,7 +121,3 @@ class CudaRecorder:
         with cuda.stream(self._stream):
             run()
         cuda.current_stream().wait_stream(self._stream)
-
-
-def _go_on() -> None:
-    """Do nothing: the run is not captured."""

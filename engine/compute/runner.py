@@ -15,30 +15,35 @@ import torch
 
 from contract.errors import InternalError
 from contract.layout import KVLayout
+from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
-from engine.compute.begun_step import BegunStep
+from engine.compute.begun_step import BegunStep, RankSampler
 from engine.compute.forward import ForwardPass, MakeForward, forward_pass
 from engine.compute.inputs import Outline, prepare_inputs
-from engine.compute.profile_run import profile_run
-from engine.compute.profiling import warm_up_steps
-from engine.compute.rank_sampler import RankSampler
-from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
+from engine.compute.profiling import null_layers, profile_inputs, warm_up_steps
+from engine.connector import RankConnector, RankConnectorPlan
 from engine.distributed.group import RankGroup, SingleRank, rank_device
+from engine.distributed.token_exchange import join_exchange
 from engine.kv_cache.memory import PagedKVMemory, allocate
 from engine.kv_cache.sizing import (
+    CudaProbe,
+    HostProbe,
     MemoryProbe,
     available_kv_bytes,
-    create_probe,
     naming_memory,
+    profile_lengths,
 )
-from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
-from engine.models.info import ModelInfo
+from engine.kv_cache.startup import KVCacheConfig, KVCacheSpec
+from engine.models.config import ModelInfo
 from engine.models.loading import LoadedModel, load
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.sampling.prompt_logprobs import PromptLogprobs
+from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.sampling_batch import PromptLogprobs
 from engine.settings import EngineSettings
 
 _T = TypeVar("_T")
+# On the host nothing is measured, so the run is short: it touches memory and compiles kernels.
+_HOST_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,12 @@ class _Model:
     def info(self) -> ModelInfo:
         return self.loaded.info
 
+    def close(self) -> None:
+        """End its threads, and leave the other engines of its group."""
+        self.forward.close()
+        if self.loaded.exchange is not None:
+            self.loaded.exchange.close()
+
 
 class ModelRunner:
     """The life of a rank: load_model → KV start-up (``engine.kv_cache.startup``) → execute_model, step by step."""
@@ -66,7 +77,7 @@ class ModelRunner:
             settings.device, torch.cuda.device_count(), self._group.rank, self._group.size
         )
         self._settings = settings
-        self._probe = create_probe(self.device) if probe is None else probe
+        self._probe = probe or (CudaProbe(self.device) if self.device.type == "cuda" else HostProbe())
         self._loaded: _Model | None = None
         self._memory: PagedKVMemory | None = None
         self._batch: InputBatch | None = None
@@ -96,15 +107,7 @@ class ModelRunner:
         torch.set_num_threads(max(1, self._settings.num_threads // self._group.size))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        settings = self._settings
-        with naming_memory("the model", "device"):
-            loaded = _load(settings, self.device, self._group)
-        forward = (make_forward or forward_pass)(loaded, settings, self.device)
-        sampler = RankSampler(forward, self._group, self.device, loaded.info.vocab_size)
-        lists = PromptLogprobs(
-            sampler.whole_logits, loaded.info.vocab_size, makes_lists=self._group.rank == 0
-        )
-        self._loaded = _Model(loaded, forward, sampler, lists)
+        self._loaded = _load(self._settings, self.device, self._group, make_forward or forward_pass)
 
     @property
     def runs_ahead(self) -> bool:
@@ -133,8 +136,7 @@ class ModelRunner:
             torch.inference_mode(),
             naming_memory("a step of max_num_batched_tokens", "max_num_batched_tokens"),
         ):
-            model = self._model
-            profile_run(model.loaded, model.forward, model.sampler, self._settings)
+            profile_run(self._model, self._settings)
         return available_kv_bytes(self._probe.read(), self._settings)
 
     def initialize_from_config(self, config: KVCacheConfig) -> KVLayout:
@@ -148,11 +150,12 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run the steps of a dummy request in the null block, which is zeroed again, and capture graphs."""
-        max_length = _ready(self._batch, "initialize_from_config").token_table.shape[1]
-        most = self._settings.max_num_batched_tokens
-        for scheduled in warm_up_steps(self.model_info, most, max_length):
+        pool = self.memory.pool
+        assert self._batch is not None, "it comes with the memory"
+        max_length = self._batch.token_table.shape[1]
+        for scheduled in warm_up_steps(self.model_info, self._settings.max_num_batched_tokens, max_length):
             self.execute_model(scheduled)
-        self.memory.pool[0] = 0
+        pool[0] = 0  # the warm-up wrote there, and padded rows read zeros of it
         with naming_memory("the last of the CUDA graphs", "gpu_memory_reserve_bytes"):
             self._model.forward.capture(self.memory.layers)
 
@@ -183,30 +186,34 @@ class ModelRunner:
         If it ``runs_ahead``, the next step may begin before this one is waited for, with none but requests of this one, each
         by the one token that this one samples: that token does not leave the device.
         """
-        batch = _ready(self._batch, "initialize_from_config")
+        model = self._model
+        memory = self.memory
+        batch = self._batch
+        assert batch is not None, "it comes with the memory"
+        # The step before still runs: its sampling is launched now, so that its tokens feed this step on the device.
         unread = self._unread
         if unread is not None:
             unread.sample()
             self._ahead = unread.next_outline
         batch.update(scheduled)
-        memory = self.memory
-        memory.copy_blocks(scheduled.block_copies)
-        begun = self._begin(scheduled, batch, unread) if scheduled.total_num_scheduled_tokens else None
+        if scheduled.block_copies:
+            memory.copy_blocks(scheduled.block_copies)  # before the pass, which writes into the copies
+        metadata = scheduled.kv_connector_metadata
+        begun = None
+        if scheduled.total_num_scheduled_tokens > 0:
+            inputs = prepare_inputs(batch, scheduled, self._ahead)
+            if unread is not None:
+                inputs = replace(inputs, fed=unread.tokens_of(inputs.req_ids))
+            watch = None
+            if self._connector is not None and metadata is not None:
+                watch = self._connector.watch_layers(metadata)
+            # Only such a step may end without results: it is cheap to compute again, and publishes nothing.
+            is_decode_only = len(inputs.positions) == len(inputs.req_ids) and metadata is None
+            with torch.inference_mode():
+                states = model.forward.begin(inputs, memory.layers, watch, may_be_interrupted=is_decode_only)
+            begun = BegunStep(scheduled, batch, inputs, watch, states, model.sampler, model.prompt_logprobs)
         self._unread = begun
         return partial(self._finish, scheduled, begun)
-
-    def _begin(self, scheduled: SchedulerOutput, batch: InputBatch, unread: BegunStep | None) -> BegunStep:
-        inputs = prepare_inputs(batch, scheduled, self._ahead)
-        if unread is not None:
-            inputs = replace(inputs, fed=unread.tokens_of(inputs.req_ids))
-        watch = self._layer_watch(scheduled)
-        has_answers_only = inputs.num_tokens == inputs.num_reqs and scheduled.kv_connector_metadata is None
-        with torch.inference_mode():
-            states = self._model.forward.begin(
-                inputs, self.memory.layers, watch, may_be_interrupted=has_answers_only
-            )
-        model = self._model
-        return BegunStep(scheduled, batch, inputs, watch, states, model.sampler, model.prompt_logprobs)
 
     def _finish(self, scheduled: SchedulerOutput, begun: BegunStep | None) -> ModelRunnerOutput:
         output = ModelRunnerOutput()
@@ -217,6 +224,7 @@ class ModelRunner:
             output = begun.read()
             if is_newest:
                 self._ahead = begun.next_outline
+            # What transfers wait for before they read blocks of this step.
             self.memory.mark_computed()
         if self._connector is not None:
             if scheduled.kv_connector_metadata is not None:
@@ -225,6 +233,11 @@ class ModelRunner:
             output.finished_sending = sent or None
             output.finished_recving = received or None
         return output
+
+    def execute_dummy_batch(self) -> None:
+        """Make a forward pass of one token in the null block, so that other ranks with tokens can make theirs."""
+        with torch.inference_mode():
+            self._model.forward.begin(profile_inputs([1]), self.memory.layers)()
 
     def interrupt(self) -> None:
         """End the running step without results; from any thread.
@@ -239,22 +252,53 @@ class ModelRunner:
         if self._connector is not None:
             self._connector.close()
         if self._loaded is not None:
-            self._loaded.forward.close()
+            self._loaded.close()
         if self._memory is not None:
             self._memory.close()
         self._group.close()
 
-    def _layer_watch(self, scheduled: SchedulerOutput) -> LayerWatch | None:
-        if self._connector is None or scheduled.kv_connector_metadata is None:
-            return None
-        return self._connector.watch_layers(scheduled.kv_connector_metadata)
 
-
-def _load(settings: EngineSettings, device: torch.device, group: RankGroup) -> LoadedModel:
-    return load(settings.model, settings.dtype, settings.max_model_len, device, group, settings.fp8_products)
+def _load(
+    settings: EngineSettings, device: torch.device, group: RankGroup, make_forward: MakeForward
+) -> _Model:
+    with naming_memory("the model", "device"):
+        loaded = load(
+            settings.model,
+            settings.dtype,
+            settings.max_model_len,
+            device,
+            group,
+            settings.fp8_products,
+            join_exchange(settings, device, group.rank),
+        )
+    forward = make_forward(loaded, settings, device)
+    sampler = RankSampler(forward, group, device, loaded.info.vocab_size)
+    lists = PromptLogprobs(sampler.whole_logits, loaded.info.vocab_size, makes_lists=group.rank == 0)
+    return _Model(loaded, forward, sampler, lists)
 
 
 def _ready(value: _T | None, needed: str) -> _T:
     if value is None:
         raise InternalError(f"the runner was used before {needed}")
     return value
+
+
+def profile_run(model: _Model, settings: EngineSettings) -> None:
+    """Take all memory that steps take beside the KV cache: workspaces, and a full batch of dummy tokens with its logits.
+
+    The batch has ``max_num_seqs`` requests, since each has a row of logits, which is sampled. In inference mode.
+    """
+    loaded = model.loaded
+    sampler = model.sampler
+    device = sampler.device
+    model.forward.reserve(null_layers(loaded, settings.block_size, device))
+    most = settings.max_num_batched_tokens
+    num_tokens = min(most, _HOST_TOKENS) if device.type == "cpu" else most
+    lengths = profile_lengths(num_tokens, settings.max_num_seqs, loaded.info.max_model_len)
+    inputs = profile_inputs(lengths)
+    hidden = model.forward.begin(inputs, None)()
+    assert hidden is not None, "nothing interrupts it"
+    if loaded.info.has_head:
+        logits = sampler.whole_logits(hidden, inputs.query_start_loc[1:] - 1)
+        rows = [SamplingRow(SamplingParams(), (), length, 0) for length in lengths]
+        sampler.begin_rows(logits, rows).read()

@@ -1,6 +1,7 @@
-"""Asynchronous copies: of a step's inputs from the host to the device, and of its tokens back."""
+"""The queue of a device: copies of a step's inputs and tokens that do not wait, and launch options of our kernels."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _cuda: Any = torch.cuda
+_FIRST_WITH_OVERLAP = (9, 0)
 
 
 def on_device(vectors: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
@@ -16,9 +18,9 @@ def on_device(vectors: Sequence[NDArray[np.integer]], device: torch.device) -> l
 
     For CUDA they share one allocation of pinned memory, which torch keeps until the copy has ended.
     """
-    whole = [np.ascontiguousarray(vector, dtype=np.int32) for vector in vectors]
     if device.type == "cpu":
-        return [torch.from_numpy(vector) for vector in whole]
+        return [torch.from_numpy(np.ascontiguousarray(vector, dtype=np.int32)) for vector in vectors]
+    whole = [np.ascontiguousarray(vector, dtype=np.int32) for vector in vectors]
     sizes = [vector.size for vector in whole]
     staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
     np.concatenate([vector.ravel() for vector in whole], out=staged.numpy())
@@ -71,3 +73,20 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array into a tensor of the same dtype."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def overlap_of(device: torch.device) -> dict[str, Any]:
+    """Return the options with which a kernel may begin before the one ahead of it ends (programmatic dependent launch).
+
+    overlaps is a constant of each kernel that takes them: if it is set, the kernel lets the next one begin at once, and
+    waits (``gdc_wait``) before it reads what a kernel wrote, and before it writes anything. Until then it may read weights,
+    and what the host copied. At least one program always waits, since a wait ends with the kernel directly ahead only.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_WITH_OVERLAP:
+        return {"overlaps": False}
+    from triton.language.extra import cuda
+
+    if not hasattr(cuda, "gdc_wait"):
+        return {"overlaps": False}
+    return {"overlaps": True, "launch_pdl": True}

@@ -3,12 +3,18 @@
 A message of up to SLOT_BYTES goes through a ring in shared memory, a longer one over ZeroMQ, announced in its slot. One
 byte on a pair of sockets (the doorbell) wakes the other side. The doorbell shows deaths too: when either process ends,
 however it ends, the other reads the end of the stream.
+
+A ring has one writer, a fixed number of readers and bounded slots. Every reader gets every message, in order. The memory is
+an anonymous file, so nothing of it is left when the last process that has it is gone. The ring neither waits nor wakes a
+reader.
 """
 
 import contextlib
+import mmap
 import os
 import socket
 import struct
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -17,8 +23,11 @@ import zmq
 from contract.decoding import msgpack_decoder
 from contract.errors import InternalError, SettingError
 from engine.distributed.messages import Answer
-from engine.distributed.ring import Ring, create_shared_file, ring_bytes
 
+_WORD = 8
+_LINE = 64
+_HEADER_WORDS = 2
+_NAME = "kvbaton-ranks"
 SLOT_BYTES = 10 * 2**20
 """Payloads above 10 MB go over ZeroMQ: a slot of the ring has a fixed size."""
 _NUM_SLOTS = 4
@@ -26,13 +35,96 @@ _INLINE = b"\x00"
 _LARGE = b"\x01"
 _LARGE_SECONDS = 60.0
 _LENGTH = struct.Struct("<Q")
+# A slot with room for the flag in front, a multiple of a cache line.
 _RING_SLOT_BYTES = SLOT_BYTES + 64
-"""A slot with room for the flag in front, a multiple of a cache line."""
 
 
-def create_calls_file(num_ranks: int) -> int:
-    """Return the descriptor of the memory for ``calls_ring``."""
-    return create_shared_file(ring_bytes(num_ranks, _NUM_SLOTS, _RING_SLOT_BYTES))
+class Ring:
+    """One process's view of a ring; all views are made with the same numbers."""
+
+    def __init__(self, descriptor: int, num_readers: int, num_slots: int, slot_bytes: int) -> None:
+        if slot_bytes % _WORD:
+            raise InternalError(f"a slot has {slot_bytes} bytes; it must be a multiple of {_WORD}")
+        self._num_readers = num_readers
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        self._memory = mmap.mmap(descriptor, ring_bytes(num_readers, num_slots, slot_bytes))
+        self._bytes = memoryview(self._memory)
+        self._words = self._bytes.cast("Q")
+        self._num_written = 0
+
+    @property
+    def num_written(self) -> int:
+        """The number of messages that the writer has completed, in any view."""
+        return max(self._words[self._slot(number)[0]] for number in range(1, self._num_slots + 1))
+
+    def write(self, payload: bytes) -> None:
+        """Write the next message. Raises InternalError, and writes nothing, if the slowest reader is a ring behind."""
+        if len(payload) > self._slot_bytes:
+            raise InternalError(f"{len(payload)} bytes do not fit into a slot of {self._slot_bytes}")
+        behind = self._num_written - min(
+            self._words[self._counter(reader)] for reader in range(self._num_readers)
+        )
+        if behind >= self._num_slots:
+            raise InternalError(
+                f"a reader is {behind} messages behind, and there are {self._num_slots} slots"
+            )
+        number = self._num_written + 1
+        header, start = self._slot(number)
+        # The number comes last: a reader accepts a slot by it. Each number is one aligned word, and between the writer's
+        # last store and the reader's first load there is a system call on each side (the doorbell), which orders them on
+        # every processor; a wrong number shows that this rule was broken.
+        self._bytes[start : start + len(payload)] = payload
+        self._words[header + 1] = len(payload)
+        self._words[header] = number
+        self._num_written = number
+
+    def read(self, reader: int) -> bytes:
+        """Return the next message for this reader. Raises InternalError if it is not written yet, or was written over."""
+        counter = self._counter(reader)
+        number = self._words[counter] + 1
+        header, start = self._slot(number)
+        if self._words[header] != number:
+            raise InternalError(f"message {number} was announced, and its slot holds {self._words[header]}")
+        payload = bytes(self._bytes[start : start + self._words[header + 1]])
+        self._words[counter] = number  # only now may the writer use the slot again
+        return payload
+
+    def close(self) -> None:
+        """Unmap the memory. May be called twice."""
+        self._words.release()
+        self._bytes.release()
+        self._memory.close()
+
+    def _counter(self, reader: int) -> int:
+        return reader * _LINE // _WORD
+
+    def _slot(self, number: int) -> tuple[int, int]:
+        """Return the slot's first word, and the byte at which its payload starts."""
+        index = (number - 1) % self._num_slots
+        start = self._num_readers * _LINE + index * (_HEADER_WORDS * _WORD + self._slot_bytes)
+        return start // _WORD, start + _HEADER_WORDS * _WORD
+
+
+def ring_bytes(num_readers: int, num_slots: int, slot_bytes: int) -> int:
+    """Return the size of a ring: a counter per reader on a cache line of its own, then the slots."""
+    return num_readers * _LINE + num_slots * (_HEADER_WORDS * _WORD + slot_bytes)
+
+
+def create_shared_file(num_bytes: int) -> int:
+    """Return the descriptor of an anonymous file of zeros; pages take memory when they are written."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
+def create_ring_file(num_readers: int) -> int:
+    """Return the descriptor of the memory for ``calls_ring``, or with one reader for ``answers_ring``."""
+    return create_shared_file(ring_bytes(num_readers, _NUM_SLOTS, _RING_SLOT_BYTES))
 
 
 def calls_ring(descriptor: int, num_ranks: int) -> Ring:
@@ -77,7 +169,7 @@ class LargeSocket:
 
     def __init__(self, end: "zmq.Socket[bytes]") -> None:
         end.setsockopt(zmq.LINGER, 0)
-        end.setsockopt(zmq.SNDHWM, 0)
+        end.setsockopt(zmq.SNDHWM, 0)  # no bounds: the ring's slots bound how many payloads wait
         end.setsockopt(zmq.RCVHWM, 0)
         self._end = end
 
@@ -126,23 +218,23 @@ def read_message(ring: Ring, reader: int, large: LargeSocket) -> bytes:
 class RankChannel:
     """An executor's end of the channel to one rank.
 
-    theirs: descriptors of the rank's end (doorbell, answers' ring), open until ``close_theirs``. Raises SettingError if
-    the path of the temporary folder is too long for a socket.
+    theirs: holds the rank's end (doorbell, answers' ring) open here, until its process has inherited it. Raises SettingError
+    if the path of the temporary folder is too long for a socket.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", path: Path) -> None:
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgpack_decoder(Answer)
         with contextlib.ExitStack() as undo:
-            self._theirs = undo.enter_context(contextlib.ExitStack())
+            self.theirs = undo.enter_context(contextlib.ExitStack())
             end = undo.enter_context(context.socket(zmq.PAIR))
             self.large = LargeSocket(end)
             self.large_address = _bind(end, path)
             our_bell, their_bell = socket.socketpair()
-            self._theirs.callback(their_bell.close)
+            self.theirs.callback(their_bell.close)
             self.doorbell = Doorbell(our_bell)
             undo.callback(self.doorbell.close)
-            descriptor = create_shared_file(ring_bytes(1, _NUM_SLOTS, _RING_SLOT_BYTES))
-            self._theirs.callback(os.close, descriptor)
+            descriptor = create_ring_file(num_readers=1)
+            self.theirs.callback(os.close, descriptor)
             self._answers = answers_ring(descriptor)
             undo.callback(self._answers.close)
             self.their_doorbell = their_bell.fileno()
@@ -154,15 +246,11 @@ class RankChannel:
         """The number of answers that the rank has written; whether they were taken does not matter."""
         return self._answers.num_written
 
-    def take_answer(self) -> Answer | None:
+    def receive_answer(self) -> Answer | None:
         """Return the answer that the doorbell announces, or None if the process has ended instead."""
         if not self.doorbell.take():
             return None
         return self._decoder.decode(read_message(self._answers, 0, self.large))
-
-    def close_theirs(self) -> None:
-        """Close the rank's end here, once its process has inherited it."""
-        self._theirs.close()
 
     def close(self) -> None:
         """Free everything; ``num_answered`` may not be read any more."""

@@ -1,8 +1,9 @@
-"""The messages between an executor and its ranks: msgspec, never pickle.
+"""The calls from an executor to its ranks: the runner whose methods they name, and their messages (msgspec, never pickle).
 
-The methods of ``RankRunner`` can be called, and their annotations give the types of arguments and results.
+The annotations of ``RankRunner`` give the types of arguments and results.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, get_type_hints
@@ -10,10 +11,44 @@ from typing import Any, get_type_hints
 import msgspec
 import numpy as np
 
-from contract.decoding import json_decoder, msgpack_decoder
+from contract.decoding import msgpack_decoder
 from contract.errors import ErrorKind, InternalError
-from engine.distributed.rank_runner import RankRunner
+from engine.compute.runner import ModelRunner
+from engine.distributed.group import RankGroup
+from engine.outputs import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
+
+_Decoder = msgspec.msgpack.Decoder[Any]
+
+
+class RankRunner(ModelRunner):
+    """A ModelRunner whose steps may be begun ahead by calls. All ranks get the same calls in the same order."""
+
+    def __init__(self, settings: EngineSettings, group: RankGroup) -> None:
+        super().__init__(settings, group=group)
+        # Steps that are not finished, and what waits for each.
+        self._begun: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
+
+    def echo(self, payload: bytes) -> bytes:
+        """Return the payload, as a sign that this rank can be reached."""
+        return payload
+
+    def get_runs_ahead(self) -> bool:
+        """Return ``runs_ahead``."""
+        return self.runs_ahead
+
+    def begin_step(self, scheduled: SchedulerOutput, masks: GrammarOutput | None) -> None:
+        """Begin a step; see ``begin``. masks: those of the step before, if it was begun without them."""
+        if masks is not None:
+            self._begun[-1][0].add_grammar_output(masks)
+        self._begun.append((scheduled, self.begin(scheduled)))
+
+    def finish_step(self, masks: GrammarOutput | None) -> ModelRunnerOutput:
+        """Wait for the oldest step that is not finished. masks: its own, if it was begun without them."""
+        scheduled, finish = self._begun.popleft()
+        if masks is not None:
+            scheduled.add_grammar_output(masks)
+        return finish()
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,18 +106,6 @@ def cause_of(raised: Sequence[Raised]) -> Raised:
 
 
 Answer = Returned | Raised
-_Decoder = msgspec.msgpack.Decoder[Any]
-
-
-def encode_plan(plan: RankPlan) -> str:
-    """Encode a plan as text for a command line."""
-    return msgspec.json.encode(plan, enc_hook=lambda settings: settings.model_dump(mode="json")).decode()
-
-
-def decode_plan(text: str) -> RankPlan:
-    """Decode what ``encode_plan`` returned."""
-    plan: RankPlan = json_decoder(RankPlan, lambda _, values: EngineSettings(**values)).decode(text)
-    return plan
 
 
 def runner_method(method: str) -> Callable[..., Any]:
@@ -127,13 +150,11 @@ class MethodTypes:
         return msgspec.msgpack.encode(RankCall(method, raw, from_rank, is_answered))
 
     def decode_arguments(self, call: RankCall) -> list[Any]:
-        """Decode the arguments by the method's annotations. Raises InternalError if their number is wrong.
-
-        Parameters that only a keyword can give are for callers in the rank's own process.
-        """
+        """Decode the arguments by the method's annotations. Raises InternalError if their number is wrong."""
         if call.method not in self._arguments:
             method = runner_method(call.method)
             hints = get_type_hints(method)
+            # Parameters that only a keyword can give are for callers in the rank's own process.
             own = {name for name, one in signature(method).parameters.items() if one.kind is one.KEYWORD_ONLY}
             self._arguments[call.method] = [
                 msgpack_decoder(hint, _restored)

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import zmq
 
-from contract.decoding import msgpack_decoder
+from contract.decoding import json_decoder, msgpack_decoder
 from contract.errors import ErrorKind, KvbatonError
 from engine.distributed.channel import (
     Doorbell,
@@ -28,11 +28,24 @@ from engine.distributed.channel import (
     write_message,
 )
 from engine.distributed.group import rank_device
-from engine.distributed.messages import Answer, MethodTypes, Raised, RankCall, RankPlan, Returned, decode_plan
-from engine.distributed.process_group import TorchRankGroup, open_store
-from engine.distributed.rank_runner import RankRunner
+from engine.distributed.messages import (
+    Answer,
+    MethodTypes,
+    Raised,
+    RankCall,
+    RankPlan,
+    RankRunner,
+    Returned,
+)
+from engine.distributed.process_group import (
+    SymmetricSums,
+    TorchRankGroup,
+    check_device,
+    find_library,
+    open_store,
+)
 from engine.distributed.rank_watch import beat
-from engine.distributed.symmetric import SymmetricSums, check_device, find_library
+from engine.settings import EngineSettings
 
 _PR_SET_PDEATHSIG = 1
 
@@ -45,7 +58,7 @@ class RankLoop:
         self._doorbell = Doorbell(socket.socket(fileno=plan.doorbell))
         self._calls = calls_ring(plan.calls, plan.size)
         self._answers = answers_ring(plan.answers)
-        os.close(plan.calls)
+        os.close(plan.calls)  # the rings have mapped them
         os.close(plan.answers)
         end = context.socket(zmq.PAIR)
         self._large = LargeSocket(end)
@@ -64,6 +77,7 @@ class RankLoop:
             failed = None
             if call.is_answered:
                 self._send(answer)
+            # The executor does not read an error now: it is the answer to the next call.
             elif isinstance(answer, Raised):
                 failed = answer
 
@@ -108,34 +122,26 @@ def _join(plan: RankPlan) -> TorchRankGroup:
         torch.cuda.set_device(device)
     is_symmetric = plan.settings.all_reduce == "symmetric"
     if is_symmetric:
-        check_device(
-            device
-        )  # before the ranks connect: one that gives up then breaks the connections of the others
+        # Before the ranks connect: one that gave up after it would break the connections of the others.
+        check_device(device)
     timeout = timedelta(seconds=plan.settings.rank_timeout_seconds)
     listening = None if plan.store is None else socket.socket(fileno=plan.store)
     store = open_store(listening, plan.store_port, plan.size)
     group = TorchRankGroup(device, plan.rank, plan.size, store, timeout)
     if is_symmetric:
         library = find_library(device, group.backend)
-        group.add_up_by(SymmetricSums(library, device, plan.rank, plan.size, store))
+        group.sums = SymmetricSums(library, device, plan.rank, plan.size, store)
     return group
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end this process with its parent, on Linux. Elsewhere it ends after its call, by the doorbell."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(plan_text: str) -> None:
     """Run the process, until the engine closes the channel or dies."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # of a terminal, or of a service manager: the parent ends the ranks
+    # Of a terminal, or of a service manager: the parent ends the ranks.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _die_with_parent()
-    plan = decode_plan(plan_text)
+    if sys.platform == "linux":  # elsewhere it ends after its call, by the doorbell
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    plan: RankPlan = json_decoder(RankPlan, lambda _, values: EngineSettings(**values)).decode(plan_text)
     logging.basicConfig(
         level=plan.log_level, format=f"%(asctime)s rank {plan.rank} %(levelname)s %(name)s: %(message)s"
     )

@@ -6,8 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.hosting.processor_time import processor_nanoseconds, queued_nanoseconds
-from engine.hosting.watching import RANK_CALLS, EngineWatch, LivenessTimeouts
+from engine.hosting.watching import (
+    RANK_CALLS,
+    EngineWatch,
+    LivenessTimeouts,
+    processor_nanoseconds,
+    queued_nanoseconds,
+)
 
 logger = logging.getLogger(__name__)
 _CHECKS_PER_TIMEOUT = 6
@@ -81,7 +86,7 @@ class RankWatch(threading.Thread):
         while not self._is_over.wait(self._interval):
             now = time.monotonic()
             for rank, watch, calls in watches:
-                if now - checked_at > 2 * self._interval:
+                if now - checked_at > 2 * self._interval:  # this process did not run itself
                     watch.was_away(now)
                 watch.ran(self._runtime(rank.pid), now, queued_nanoseconds(rank.pid))
                 watch.answered({RANK_CALLS: calls.look(rank.num_answered, rank.owes_step)}, now)

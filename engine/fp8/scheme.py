@@ -55,14 +55,25 @@ def read_scheme(raw: RawConfig) -> Fp8Scheme | None:
         raise bad_config(f"{_PLACE}.transform_config is {transforms!r:.80}; transforms are not served")
     if sparsity := config.get("sparsity_config"):
         _Fields(f"{_PLACE}.sparsity_config", sparsity).require("format", *_UNSTRUCTURED)
-    group = _only_group(found)
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise found.refused("config_groups", "it must have exactly one group of layers")
+    ((name, values),) = groups.items()
+    group = _Fields(f"{_PLACE}.config_groups.{name!s:.40}", values)
     group.require("format", _FORMAT, None)
     if group.values.get("output_activations"):
         raise group.refused("output_activations", "quantised outputs are not served")
+    weights = _fp8(f"{group.place}.weights", group.values.get("weights"))
+    weights.require("strategy", *_STRATEGIES)
+    weights.require("dynamic", False, None)
+    weights.require("actorder", None, False)
+    names = config.get("ignore") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise found.refused("ignore", "it must be a list of names")
     return Fp8Scheme(
-        per_channel=_is_per_channel(group),
+        per_channel=bool(weights.values["strategy"] == "channel"),
         activations=_activations(group),
-        ignored=_ignored(found),
+        ignored=frozenset(name for name in names if not name.startswith("re:")),
         has_kv_scales=bool(config.get("kv_cache_scheme")),
     )
 
@@ -88,14 +99,6 @@ class _Fields:
         return bad_config(f"{self.place}.{name} is {self.values.get(name)!r:.80}; {why}")
 
 
-def _only_group(found: _Fields) -> _Fields:
-    groups = found.values.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise found.refused("config_groups", "it must have exactly one group of layers")
-    name, group = next(iter(groups.items()))
-    return _Fields(f"{found.place}.config_groups.{name!s:.40}", group)
-
-
 def _fp8(place: str, values: Any) -> _Fields:
     """Return the description of quantised numbers; raise SettingError unless they are FP8."""
     found = _Fields(place, values)
@@ -106,14 +109,6 @@ def _fp8(place: str, values: Any) -> _Fields:
     found.require("symmetric", True, None)
     found.require("group_size", None)
     return found
-
-
-def _is_per_channel(group: _Fields) -> bool:
-    weights = _fp8(f"{group.place}.weights", group.values.get("weights"))
-    weights.require("strategy", *_STRATEGIES)
-    weights.require("dynamic", False, None)
-    weights.require("actorder", None, False)
-    return bool(weights.values["strategy"] == "channel")
 
 
 def _activations(group: _Fields) -> Activations:
@@ -127,10 +122,3 @@ def _activations(group: _Fields) -> Activations:
         return Activations.TOKEN
     inputs.require("strategy", "tensor")
     return Activations.FIXED
-
-
-def _ignored(found: _Fields) -> frozenset[str]:
-    names = found.values.get("ignore") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise found.refused("ignore", "it must be a list of names")
-    return frozenset(name for name in names if not name.startswith("re:"))

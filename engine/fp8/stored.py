@@ -7,10 +7,12 @@ bits is refused by name.
 from typing import TYPE_CHECKING
 
 from engine.fp8.scheme import Activations, Fp8Scheme
-from engine.models.checkpoint import PLAIN_DTYPES, Checkpoint, TensorPart, bad_model
+from engine.models.checkpoint import PLAIN_DTYPES, Checkpoint, bad_model
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from engine.models.sharding import Part
 
 STORED = "F8_E4M3"
 _WEIGHT = "weight"
@@ -34,7 +36,7 @@ class Fp8Checkpoint:
         self._checkpoint = checkpoint
         self._has_input_scales = scheme.activations is Activations.FIXED
         stored = checkpoint.names()
-        ends = tuple(_split(name) for name in stored)
+        ends = map(_split, stored)
         self.layers = frozenset(
             layer for layer, kind in ends if kind == _SCALE and f"{layer}.{_WEIGHT}" in stored
         )
@@ -42,7 +44,16 @@ class Fp8Checkpoint:
         if scheme.has_kv_scales:
             hidden |= {name for name in stored if name.endswith(_KV_SCALES)}
         self._others = stored - hidden
-        self._check()
+        if not self.layers:
+            raise bad_model(
+                "config.json has a quantization_config, and no weight in the checkpoint has a scale"
+            )
+        for layer in sorted(self.layers):
+            _check_layer(self._checkpoint, self.scheme, layer)
+        for name in sorted(self._others):
+            dtype = self._checkpoint.stored_dtype(name)
+            if dtype.startswith("F8") and _split(name)[0] not in self.layers:
+                raise bad_model(f"tensor {name} is stored as {dtype} without a weight_scale")
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -68,7 +79,7 @@ class Fp8Checkpoint:
         """Return the tensor on the host."""
         return self._read(name, None)
 
-    def part(self, name: str, part: TensorPart) -> "Tensor":
+    def part(self, name: str, part: "Part") -> "Tensor":
         """Return a part of the tensor on the host; of a weight, only the bytes of that part are read."""
         return self._read(name, part)
 
@@ -77,7 +88,7 @@ class Fp8Checkpoint:
         plain = [name for name in self._others if _split(name)[0] not in self.layers]
         return self._checkpoint.named_dtype(min(plain)) if plain else "float32"
 
-    def _read(self, name: str, part: TensorPart | None) -> "Tensor":
+    def _read(self, name: str, part: "Part | None") -> "Tensor":
         layer, kind = _split(name)
         if layer in self.layers and kind == _INPUT_SCALE:
             return self._scale(name, may_be_zero=False).view(1)
@@ -86,14 +97,15 @@ class Fp8Checkpoint:
         stored = self._checkpoint.tensor(name) if part is None else self._checkpoint.part(name, part)
         if kind != _WEIGHT or layer not in self.layers - self.multiplied:
             return stored
+        # A scale belongs to a row, so a part of the columns needs all of them.
         rows = part if part is not None and part.dim == 0 else None
         return stored.float().mul_(self._weight_scale(layer, rows))
 
-    def _weight_scale(self, layer: str, part: TensorPart | None) -> "Tensor":
+    def _weight_scale(self, layer: str, part: "Part | None") -> "Tensor":
         """Return the scale of each row, ``[num_rows, 1]``, of the layer or of a part of its rows."""
         num_rows = self._num_outputs(layer)
         whole = self._scale(f"{layer}.{_SCALE}").reshape(-1, 1).expand(num_rows, 1)
-        return (whole if part is None else part.take(lambda own: whole[own])).contiguous()
+        return (whole if part is None else part.assemble(lambda own: whole[own])).contiguous()
 
     def _scale(self, name: str, *, may_be_zero: bool = True) -> "Tensor":
         """Return a scale. That of a weight of zeros may be 0; inputs are divided by theirs."""
@@ -110,17 +122,9 @@ class Fp8Checkpoint:
         kinds = (_SCALE, _INPUT_SCALE) if self._has_input_scales else (_SCALE,)
         return {f"{layer}.{kind}" for layer in layers for kind in kinds}
 
-    def _check(self) -> None:
-        if not self.layers:
-            raise bad_model(
-                "config.json has a quantization_config, and no weight in the checkpoint has a scale"
-            )
-        for layer in sorted(self.layers):
-            _check_layer(self._checkpoint, self.scheme, layer)
-        for name in sorted(self._others):
-            dtype = self._checkpoint.stored_dtype(name)
-            if dtype.startswith("F8") and _split(name)[0] not in self.layers:
-                raise bad_model(f"tensor {name} is stored as {dtype} without a weight_scale")
+
+Weights = Checkpoint | Fp8Checkpoint
+"""The tensors that a model loads, by name."""
 
 
 def _check_layer(checkpoint: Checkpoint, scheme: Fp8Scheme, layer: str) -> None:

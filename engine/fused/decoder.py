@@ -12,34 +12,80 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
-from engine.fused.few_rows import FewRows
-from engine.fused.few_tiles import Form
-from engine.fused.product import Linear, Product, joined, product_of
-from engine.fused.residual import Residual
-from engine.fused.turning import HeadNorms, Heads, turned
+from engine.fused.rows import HeadNorms, Heads, gated, normed, rotated_heads
+from engine.fused.small_batch import Norm, SmallBatch
+from engine.fused.small_batch_tiles import Form, Tiles
 from engine.models.config import DecoderConfig
-from engine.models.decoder import CausalLM, DecoderLayer
+from engine.models.decoder import CausalLM, DecoderLayer, GatedMLP, RMSNorm, rotation
 from engine.models.language_model import LanguageModel
-from engine.models.layers import RMSNorm
-from engine.models.rope import rotation
+from engine.models.linear import LinearOp, joined
+
+
+class Residual:
+    """States ``[num_tokens, hidden_size]``, changed in place.
+
+    A small-batch product is one kernel with its norm, gate or sum. Other products leave their sum to the next norm, and so
+    does one that ranks add up: its result is known behind the collective only.
+    """
+
+    def __init__(self, states: Tensor, eps: float, small_batch: SmallBatch) -> None:
+        self._states = states
+        self._eps = eps
+        self._small_batch = small_batch
+        self._added: Tensor | None = None
+
+    def normed(self, norm: Tensor) -> Tensor:
+        """Return the norm with weight ``norm [hidden_size]``."""
+        added = self._added
+        self._added = None
+        return normed(self._states, added, norm, self._eps)
+
+    def multiplied(self, product: LinearOp, norm: Tensor) -> Tensor:
+        """Return the product of the norm."""
+        tiles = self._small_batch.tiles(product, self._states, Form.NORMED)
+        if tiles is None or product.matrix is None or product.is_partial:
+            return product(self.normed(norm))
+        return self._small_batch.multiply(product.matrix, *self._read(tiles, norm))
+
+    def gated(self, product: LinearOp, norm: Tensor) -> Tensor:
+        """Return silu(gate) × up; the product of the norm has gate and up side by side."""
+        tiles = self._small_batch.tiles(product, self._states, Form.GATED)
+        if tiles is None or product.matrix is None or product.is_partial:
+            return gated(product(self.normed(norm)))
+        return self._small_batch.multiply(product.matrix, *self._read(tiles, norm), is_gated=True)
+
+    def add(self, product: LinearOp, states: Tensor) -> None:
+        """Add the product of ``states``."""
+        tiles = self._small_batch.tiles(product, states, Form.ADDED)
+        if tiles is None or product.matrix is None:
+            self._added = product(states)
+        elif product.is_partial:
+            self._added = product.total(self._small_batch.multiply(product.matrix, states, tiles))
+        else:
+            self._small_batch.add(product.matrix, states, tiles, self._states)
+
+    def _read(self, tiles: Tiles, norm: Tensor) -> tuple[Tensor, Tiles, Norm | None]:
+        """Return what a small-batch product reads: one row before its norm, or the norm of several."""
+        if tiles.rows == 1 and self._added is None:
+            return self._states, tiles, Norm(norm, self._eps)
+        return self.normed(norm), tiles, None
 
 
 class FusedDecoder(LanguageModel):
     """Computes ``model`` with its own weights; weights that are multiplied together become views of one matrix, for good.
 
-    few_rows: multiplies few rows; None: in bfloat16 only, in which it was measured.
+    small_batch: the products of small batches; None: in bfloat16 only, in which it was measured.
     """
 
-    def __init__(self, model: CausalLM, config: DecoderConfig, few_rows: FewRows | None = None) -> None:
+    def __init__(self, model: CausalLM, config: DecoderConfig, small_batch: SmallBatch | None = None) -> None:
         super().__init__()
         self._plain = model
         self._config = config
         self._layers = [
             _layer(module, config) for module in model.model.layers if isinstance(module, DecoderLayer)
         ]
-        self._few_rows = few_rows or FewRows(model.model.norm.weight.device, [torch.bfloat16])
-        weight = model.head_weight()
-        self._head = None if weight is None else Product(weight.detach(), None)
+        self._small_batch = small_batch or SmallBatch(model.model.norm.weight.device, [torch.bfloat16])
+        self._head = None if model.head is None else joined(model.head)
 
     def forward(
         self,
@@ -53,13 +99,13 @@ class FusedDecoder(LanguageModel):
         decoder = self._plain.model
         states: Tensor = decoder.embed_tokens(input_ids)
         turn = rotation(decoder.frequencies, positions, states.dtype)
-        residual = Residual(states, self._config.rms_norm_eps, self._few_rows)
+        residual = Residual(states, self._config.rms_norm_eps, self._small_batch)
         for index, layer in enumerate(self._layers):
             cache = None if caches is None else caches[index]
             packed = residual.multiplied(layer.qkv, layer.input_norm)
-            query, key, value = turned(layer.heads, packed, turn, step, cache)
+            query, key, value = rotated_heads(layer.heads, packed, turn, step, cache)
             if watch is not None:
-                watch.stored(index + 1)
+                watch.on_stored(index + 1)
             mixed = step.attend(layer.shape, query, key, value, cache)
             residual.add(layer.output, mixed.flatten(-2))
             residual.add(layer.down, residual.gated(layer.gate_up, layer.mlp_norm))
@@ -77,27 +123,28 @@ class FusedDecoder(LanguageModel):
 
     def _head_of_few(self, states: Tensor, target: Tensor | None) -> Tensor | None:
         """Return the logits, in ``target`` if it is given; None if few rows have no kernel for them."""
-        tiles = None if self._head is None else self._few_rows.tiles(self._head, states, Form.PLAIN)
-        if self._head is None or tiles is None:
+        tiles = None if self._head is None else self._small_batch.tiles(self._head, states, Form.PLAIN)
+        if self._head is None or self._head.matrix is None or tiles is None:
             return None
-        return self._few_rows.multiply(self._head, states, tiles, output=target)
+        return self._small_batch.multiply(self._head.matrix, states, tiles, output=target)
 
 
 @dataclass(frozen=True)
 class _Layer:
     shape: LayerShape
     input_norm: Tensor
-    qkv: Linear
+    qkv: LinearOp
     heads: Heads
-    output: Linear
+    output: LinearOp
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearOp
+    down: LinearOp
 
 
 def _layer(layer: DecoderLayer, config: DecoderConfig) -> _Layer:
     attention = layer.self_attn
     mlp = layer.mlp
+    assert isinstance(mlp, GatedMLP), "no fused operations compute experts"
     norms = None
     if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
         norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight)
@@ -107,8 +154,8 @@ def _layer(layer: DecoderLayer, config: DecoderConfig) -> _Layer:
         input_norm=layer.input_layernorm.weight,
         qkv=joined(attention.q_proj, attention.k_proj, attention.v_proj),
         heads=heads,
-        output=product_of(attention.o_proj),
+        output=joined(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight,
         gate_up=joined(mlp.gate_proj, mlp.up_proj),
-        down=product_of(mlp.down_proj),
+        down=joined(mlp.down_proj),
     )

@@ -18,13 +18,18 @@ from llguidance import LLTokenizer
 from contract.errors import InternalError, KvbatonError
 from contract.requests import EngineRequest
 from contract.sampling import MAX_GRAMMAR_BYTES, Grammar
-from engine.grammar.building import MachineBuilder
-from engine.grammar.cache import Compiled, CompiledGrammars
-from engine.grammar.limits import MAX_CACHED, MAX_CACHED_BYTES, MAX_ENTRY_BYTES, MAX_LIVE_BYTES
-from engine.grammar.live_machines import LiveMachines
-from engine.grammar.machine import Machine
+from engine.grammar.building import HeapTrimmer, MachineBuilder
+from engine.grammar.machine import (
+    MAX_CACHED,
+    MAX_CACHED_BYTES,
+    MAX_ENTRY_BYTES,
+    MAX_LIVE_BYTES,
+    Compiled,
+    CompiledGrammars,
+    LiveMachines,
+    Machine,
+)
 from engine.grammar.matcher import GrammarMatcher
-from engine.grammar.memory import HeapTrimmer
 from engine.grammar.threads import JobThreads
 
 logger = logging.getLogger(__name__)
@@ -65,14 +70,18 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # for the two tables below
         self._in_flight: dict[Grammar, _InFlight] = {}
         self._compiled = CompiledGrammars(MAX_CACHED, max_cached_bytes, MAX_ENTRY_BYTES)
-        self._threads = JobThreads(_STACK_BYTES, num_running=_num_at_once(), after_job=trimmer.trim)
+        # One at a time where a second would take a core from the steps of running answers.
+        num_at_once = 2 if (os.cpu_count() or 1) >= _MANY_CORES else 1
+        self._threads = JobThreads(_STACK_BYTES, num_running=num_at_once, after_job=trimmer.trim)
 
     @property
     def num_cached_bytes(self) -> int:
         """The estimated bytes of the compiled grammars that are kept for other requests."""
         return self._compiled.num_bytes
 
-    def start(self, asked: EngineRequest, grammar: Grammar, then: Callable[[Outcome], None]) -> Compiled:
+    def start(
+        self, engine_request: EngineRequest, grammar: Grammar, then: Callable[[Outcome], None]
+    ) -> Compiled:
         """Prepare a matcher behind the tokens that were delivered; ``then`` gets it (or the error), in another thread.
 
         An answer that goes on here is begun before those that wait, and without their niceness, if the grammar was used
@@ -91,9 +100,12 @@ class GrammarCompiler:
                 wait = wait or self._in_flight.setdefault(grammar, _InFlight(Future()))
                 wait.num_waiting += 1
                 compiled = wait.compiled
-        compiled.add_done_callback(lambda done: self._submit_beginning(asked, done, then))
+        # Outside the lock: for a grammar that is compiled already, the callback runs here and now.
+        compiled.add_done_callback(lambda done: self._submit_beginning(engine_request, done, then))
         if is_new:
-            self._submit_compilation(grammar, compiled)
+            self._threads.submit(
+                partial(self._compile, grammar, compiled), partial(self._finish, grammar, compiled)
+            )
         return compiled
 
     def give_up(self, grammar: Grammar, compiled: Compiled) -> None:
@@ -103,6 +115,7 @@ class GrammarCompiler:
             if wait is None or wait.compiled is not compiled:
                 return
             wait.num_waiting -= 1
+            # One that runs cannot be stopped: its result is kept for others.
             if wait.num_waiting or compiled.running():
                 return
             del self._in_flight[grammar]
@@ -112,19 +125,14 @@ class GrammarCompiler:
         """Start no further job."""
         self._threads.close()
 
-    def _submit_compilation(self, grammar: Grammar, compiled: Compiled) -> None:
-        self._threads.submit(
-            partial(self._compile, grammar, compiled), partial(self._finish, grammar, compiled)
-        )
-
     def _submit_beginning(
-        self, asked: EngineRequest, compiled: Compiled, then: Callable[[Outcome], None]
+        self, engine_request: EngineRequest, compiled: Compiled, then: Callable[[Outcome], None]
     ) -> None:
         if compiled.cancelled():
             return
         found = compiled.result()
-        is_urgent = asked.num_delivered_tokens > 0 and isinstance(found, Machine) and found.has_begun
-        self._threads.submit(partial(self._begin, asked, compiled, then), then, is_urgent=is_urgent)
+        is_urgent = engine_request.num_delivered_tokens > 0 and isinstance(found, Machine) and found.has_begun
+        self._threads.submit(partial(self._begin, engine_request, compiled, then), then, is_urgent=is_urgent)
 
     def _compile(self, grammar: Grammar, compiled: Compiled) -> None:
         if compiled.set_running_or_notify_cancel():
@@ -136,39 +144,31 @@ class GrammarCompiler:
             self._in_flight.pop(grammar, None)
             if isinstance(found, Machine):
                 self._live.add(found)
+            # A failure of the library or of a thread may not come again; what a grammar does wrong is remembered.
             if not isinstance(found, InternalError):
                 self._compiled.put(grammar, compiled)
 
-    def _begin(self, asked: EngineRequest, compiled: Compiled, then: Callable[[Outcome], None]) -> None:
+    def _begin(
+        self, engine_request: EngineRequest, compiled: Compiled, then: Callable[[Outcome], None]
+    ) -> None:
         found = compiled.result()
         if not isinstance(found, Machine):
             then(found)
             return
-        outcome = _caught(lambda: self._builder.begin(asked, found))
+        outcome = _caught(lambda: self._builder.begin(engine_request, found))
         with self._lock:  # the first masks have grown the machine, or it has failed
             self._compiled.drop_spent()
         then(outcome)
 
 
-def _num_at_once() -> int:
-    """Return how many jobs run at a time: one if few cores are left for the steps of running answers."""
-    return 2 if (os.cpu_count() or 1) >= _MANY_CORES else 1
-
-
 def _caught(work: Callable[[], _T]) -> _T | KvbatonError:
-    """Return what ``work`` returns, or the error that it raises: the boundary of the compiling threads.
-
-    The error has no traceback, whose frames would keep alive what the library has built.
-    """
+    """Return what ``work`` returns, or the error that it raises, bare: the boundary of the compiling threads."""
     try:
         return work()
     except KvbatonError as error:
-        return _bare(error)
+        # Its frames would keep alive what the library has built.
+        error.__cause__ = error.__context__ = error.__traceback__ = None
+        return error
     except BaseException as error:  # noqa: BLE001 - the boundary of the thread; the library's panics are no Exceptions
         logger.error("the grammar library failed with %s", type(error).__name__)
         return InternalError(f"the grammar library failed: {error!r}"[:_MAX_ERROR_LENGTH])
-
-
-def _bare(error: KvbatonError) -> KvbatonError:
-    error.__cause__ = error.__context__ = error.__traceback__ = None
-    return error

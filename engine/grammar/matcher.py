@@ -31,9 +31,9 @@ class GrammarMatcher:
     """
 
     def __init__(
-        self, machine: Machine, library_ends: Iterable[int], asked: EngineRequest, vocab_size: int
+        self, machine: Machine, library_ends: Iterable[int], engine_request: EngineRequest, vocab_size: int
     ) -> None:
-        sampling = asked.sampling
+        sampling = engine_request.sampling
         self.num_tokens = 0
         self.is_complete = False
         self.bitmask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), dtype=np.int32)
@@ -41,8 +41,8 @@ class GrammarMatcher:
         machine.users.add(self)
         self._machine = machine.copy()
         self._min_tokens = sampling.min_tokens
-        self._no_text = ~_bits([*library_ends, *asked.eos_token_ids], vocab_size)
-        self._ends = _bits(sampling.end_token_ids(asked.eos_token_ids), vocab_size)
+        self._no_text = ~_bits([*library_ends, *engine_request.eos_token_ids], vocab_size)
+        self._ends = _bits(sampling.end_token_ids(engine_request.eos_token_ids), vocab_size)
         allowed = sampling.allowed_token_ids or range(vocab_size)
         self._allowed = _bits(allowed, vocab_size)
 
@@ -60,7 +60,7 @@ class GrammarMatcher:
                 "the grammar"
             )
         self.num_tokens += num_taken
-        begun = time.thread_time()
+        begun = time.thread_time()  # not the wall clock: the machine's growth is estimated from it
         bits = self._following()
         self._shared.grow(num_taken, time.thread_time() - begun)
         self.bitmask = bits.view(np.int32)
@@ -84,6 +84,7 @@ class GrammarMatcher:
     def _following(self) -> NDArray[np.uint32]:
         of_library = np.frombuffer(self._machine.compute_bitmask(), dtype=np.uint32)
         self._check()
+        # The library's vocabulary may be smaller than the model's, or larger.
         bits = np.zeros_like(self._ends)
         num_words = min(len(bits), len(of_library))
         bits[:num_words] = of_library[:num_words]
@@ -96,19 +97,18 @@ class GrammarMatcher:
         return bits
 
     def _check(self) -> None:
-        if self._machine.is_error():
-            self._shared.has_failed = True
-            raise InvalidRequestError(self._in_our_words(reason_of(self._machine)), param="grammar")
-
-    def _in_our_words(self, reason: str) -> str:
+        if not self._machine.is_error():
+            return
+        self._shared.has_failed = True
+        reason = reason_of(self._machine)
         place = f"after {self.num_tokens} tokens of the answer" if self.num_tokens else "at its start"
         if reason.startswith(_NOTHING_FOLLOWS):
-            return f"no text can follow in the grammar {place}: a part of it matches no text"
-        if reason.startswith(_PANIC):
-            return f"the grammar cannot be followed {place}; write it in another way"
-        return (
-            f"the grammar is too complex: {place}, what may follow takes more work than this service allows"
-        )
+            ours = f"no text can follow in the grammar {place}: a part of it matches no text"
+        elif reason.startswith(_PANIC):
+            ours = f"the grammar cannot be followed {place}; write it in another way"
+        else:
+            ours = f"the grammar is too complex: {place}, what may follow takes more work than this service allows"
+        raise InvalidRequestError(ours, param="grammar")
 
 
 def reason_of(machine: LLMatcher) -> str:

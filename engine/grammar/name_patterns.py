@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from contract.errors import InvalidRequestError
 from contract.json_schema import places_within
 from contract.schema_constraints import Pointer, shown_pointer
-from engine.grammar.limits import GRAMMAR_LIMITS
+from engine.grammar.machine import GRAMMAR_LIMITS
 
 _Schema = dict[str, Any]
 _BYTES = LLTokenizer("byte")

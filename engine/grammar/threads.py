@@ -21,15 +21,15 @@ from functools import partial
 from contract.errors import InternalError
 from engine.mailbox import Mailbox
 
+# A job gives way to the steps of running answers.
 _NICENESS = 10
-"""A job gives way to the steps of running answers."""
 
+# A job is followed by a rest that is as long as it was, up to this: many jobs leave half of the time to steps.
 _MAX_REST_SECONDS = 0.1
-"""A job is followed by a rest that is as long as it was, up to this: many jobs leave half of the time to steps."""
+# Urgent jobs that run at a time; further ones wait for the end of these.
 _MAX_URGENT = 4
-"""Urgent jobs that run at a time; further ones wait for the end of these."""
+# A job that took no longer is not followed by one.
 _SHORT_SECONDS = 0.01
-"""A job that took no longer is not followed by one."""
 
 Job = Callable[[], None]
 Failed = Callable[[InternalError], object]
@@ -92,22 +92,21 @@ class _Starter:
         """Start a job, at once or after others. Its niceness is that of the first call, but for what it does itself."""
         queue = self._waiting_urgent if is_urgent else self._waiting
         try:
-            if self._has_thread or self._start_own():
-                self._inbox.put(partial(queue.append, waiting))
+            if not self._has_thread:  # without the lock, which a thread with the niceness of a job may hold
+                with self._starting:
+                    if not (self._has_thread or self._is_closed):
+                        _start(threading.Thread(target=self._run, name="grammar-starter", daemon=True))
+                        self._has_thread = True
         except InternalError as error:
             waiting.failed(error)
+            return
+        if self._has_thread:  # else it was closed before it had one
+            self._inbox.put(partial(queue.append, waiting))
 
     def close(self) -> None:
         """Start no further job."""
         self._is_closed = True
         self._inbox.put(None)
-
-    def _start_own(self) -> bool:
-        with self._starting:
-            if not (self._has_thread or self._is_closed):
-                _start(threading.Thread(target=self._run, name="grammar-starter", daemon=True))
-                self._has_thread = True
-        return self._has_thread
 
     def _run(self) -> None:
         while (change := self._inbox.get()) is not None and not self._is_closed:
@@ -139,6 +138,7 @@ class _Starter:
             waiting.failed(error)
             return False
         finally:
+            # It holds for every thread that this process starts from now on, so it is set back at once.
             threading.stack_size(0 if usual == self._stack_bytes else usual)
         return True
 

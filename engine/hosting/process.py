@@ -1,7 +1,8 @@
-"""An engine core in a process of its own, as its client sees it.
+"""An engine core in a process of its own, as its client sees it, and the client's ends of the two ZeroMQ sockets to it.
 
-The process begins with a handshake (Ready or StartFailed), then runs the step loop (``engine.hosting.process_main``). It
-ends with its parent: the kernel kills it (Linux), and elsewhere the parent's closed pipe ends its loop.
+Both sockets lie in a private 0700 directory, which is removed once the engine has connected. The process begins with a
+handshake (Ready or StartFailed), then runs the step loop (``engine.hosting.process_main``). It ends with its parent: the
+kernel kills it (Linux), and elsewhere the parent's closed pipe ends its loop.
 """
 
 import asyncio
@@ -14,17 +15,79 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+import msgspec
+import zmq
+import zmq.asyncio
+
+from contract.decoding import msgpack_decoder
+from contract.errors import SettingError
+from contract.run_folder import RunFolder
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Stopped, ToEngine
-from engine.hosting.process_main import engine_main
-from engine.hosting.processor_time import processor_nanoseconds, queued_nanoseconds
+from engine.hosting.process_main import Addresses, engine_main
 from engine.hosting.running import EnginePlan
-from engine.hosting.sockets import ClientSockets
-from engine.hosting.watching import EngineWatch, LivenessTimeouts
+from engine.hosting.watching import EngineWatch, LivenessTimeouts, processor_nanoseconds, queued_nanoseconds
 
 logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 6
 _LAST_MESSAGES_SECONDS = 0.5
+
+
+class ClientSockets:
+    """The client's ends of the sockets, bound when the constructor returns.
+
+    within: where to make the sockets' folder; None: in the system's temporary one. Raises SettingError if its path is too
+    long for a socket.
+    """
+
+    def __init__(self, within: Path | None = None) -> None:
+        self._folder = RunFolder("engine", within)
+        self.addresses = Addresses.within(self._folder.path)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._input = self._context.socket(zmq.PUSH)
+        # No bound: a full queue would drop requests, or block the event loop.
+        self._input.setsockopt(zmq.SNDHWM, 0)
+        self._output = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        self._output.setsockopt(zmq.RCVHWM, 0)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgpack_decoder(FromEngine)
+        try:
+            self._input.bind(self.addresses.to_engine)
+            self._output.bind(self.addresses.from_engine)
+        except zmq.ZMQError as error:
+            self.close()
+            raise SettingError(
+                f"the engine's sockets cannot be made in {self._folder.path}: {error.strerror}; "
+                "set TMPDIR to another (shorter) folder",
+                param="TMPDIR",
+            ) from error
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message without blocking; drop it if the sockets are closed."""
+        if self._input.closed:
+            return
+        with contextlib.suppress(zmq.Again):
+            self._input.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> FromEngine:
+        """Return the engine's next message."""
+        message: FromEngine = self._decoder.decode(await self._output.recv())
+        return message
+
+    async def wait_connected(self) -> None:
+        """Wait until the engine, whose first message has come, is connected for input too; then remove the folder."""
+        # The engine connects both sockets at once, but the connections are made one after the other.
+        poller = zmq.asyncio.Poller()
+        poller.register(self._input, zmq.POLLOUT)
+        await poller.poll()
+        self._folder.close()
+
+    def close(self) -> None:
+        """Close both sockets, and remove their folder. May be called twice."""
+        self._folder.close()
+        self._input.close(linger=0)
+        self._output.close(linger=0)
+        self._context.term()
 
 
 class EngineProcess:
@@ -84,6 +147,7 @@ class EngineProcess:
             if self._reader.done() and self._reader.exception() is not None:
                 self.process.kill()
             await exited
+            # Its last messages may still lie in the socket, but a killed engine has no last one to wait for.
             await asyncio.wait({self._reader}, timeout=_LAST_MESSAGES_SECONDS)
         finally:
             exited.cancel()
@@ -120,6 +184,7 @@ class EngineProcess:
             self.send(Ping())
             await asyncio.sleep(interval)
             now = time.monotonic()
+            # This process was stopped itself, or starved: then it has not seen the signs of life.
             if now - checked_at > 2 * interval:
                 watch.was_away(now)
             checked_at = now

@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -17,14 +19,25 @@ import zmq
 from contract.decoding import msgpack_decoder
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Shutdown, ToEngine
 from engine.hosting.running import EnginePlan, run_engine
-from engine.hosting.sockets import Addresses
-from engine.stepping.dispatch import Inbox
-from engine.stepping.loop import StepLoop
+from engine.stepping.loop import Inbox, StepLoop
 
 _PR_SET_PDEATHSIG = 1
 _FLUSH_MILLISECONDS = 2000
+# The longest time in which a thread may hold the GIL while another waits; a thread that moves KV takes it repeatedly.
 _SWITCH_SECONDS = 0.00005
-"""The longest time in which a thread may hold the GIL while another waits; a thread that moves KV takes it repeatedly."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The addresses of one engine process, both bound by its client."""
+
+    to_engine: str
+    from_engine: str
+
+    @classmethod
+    def within(cls, folder: Path) -> "Addresses":
+        """Return Unix sockets in this folder."""
+        return cls(f"ipc://{folder}/in", f"ipc://{folder}/out")
 
 
 def engine_main(plan: EnginePlan, addresses: Addresses) -> None:
@@ -33,8 +46,9 @@ def engine_main(plan: EnginePlan, addresses: Addresses) -> None:
     The process ends without the end of its interpreter, which takes 0.3 s and more with torch loaded: everything that
     outlives a process is closed by then.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends the engine, after its drain
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.setswitchinterval(_SWITCH_SECONDS)
     plan.prepare()
     inbox = Inbox()
@@ -50,7 +64,9 @@ def engine_main(plan: EnginePlan, addresses: Addresses) -> None:
 
     def emit(message: FromEngine) -> None:
         if isinstance(message, Ready):
-            _freeze_heap()
+            # What is there now stays: collecting it again and again would take a tenth of a second from a step.
+            gc.collect()
+            gc.freeze()
         output.send(encoder.encode(message))
 
     try:
@@ -62,12 +78,6 @@ def engine_main(plan: EnginePlan, addresses: Addresses) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if has_ended_well else 1)
-
-
-def _freeze_heap() -> None:
-    """Exclude what is allocated now from garbage collection, which would take a tenth of a second from a step."""
-    gc.collect()
-    gc.freeze()
 
 
 class _InputThread(threading.Thread):
@@ -105,7 +115,9 @@ class _InputThread(threading.Thread):
             while True:
                 try:
                     message = decoder.decode(socket.recv())
-                except msgspec.DecodeError as error:
+                except (
+                    msgspec.DecodeError
+                ) as error:  # raised by the step loop, in the thread that can end the engine
                     self._inbox.put(error)
                     continue
                 if self._loop is not None:
@@ -114,11 +126,6 @@ class _InputThread(threading.Thread):
                 if isinstance(message, Ping) and self._loop is not None:
                     with contextlib.suppress(zmq.Again):
                         answers.send(encoder.encode(Progress(self._loop.progress())), zmq.NOBLOCK)
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch_parent(inbox: Inbox) -> None:

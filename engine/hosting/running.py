@@ -1,20 +1,23 @@
-"""Builds an engine from a plan and runs it: the one boundary where any exception of a step is caught."""
+"""Builds an engine from a plan and runs it, here or in a thread of its own; any exception of a step is caught here."""
 
+import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from contract.errors import ErrorKind, KvbatonError
-from engine.connector import ConnectorFactory
+from engine.connecting import Transfers
 from engine.core import EngineCore
-from engine.hosting.messages import Ready, StartFailed, Stopped
+from engine.hosting.messages import FromEngine, Ready, Shutdown, StartFailed, Stopped, ToEngine
 from engine.settings import EngineSettings
 from engine.startup import ExecutorStart, start_executor
-from engine.stepping.dispatch import WAKE, Emit, Inbox
 from engine.stepping.gate import StepGate
-from engine.stepping.loop import StepLoop, send_outputs
+from engine.stepping.loop import WAKE, Emit, Inbox, Put, StepLoop, send_outputs
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 def _nothing(*_: object) -> None:
@@ -27,15 +30,15 @@ class EnginePlan:
 
     start: starts the executor. idle_seconds: how long an idle engine waits for input before it reports its health.
     prepare: called first in an engine's own process, for example to set up its log. gate: makes the gate of the engine's
-    steps; None: the one of the settings.
+    steps, which may have functions called between them; None: the one of the settings.
     """
 
     settings: EngineSettings
-    connector_factory: ConnectorFactory | None = None
+    transfers: Transfers | None = None
     start: ExecutorStart = start_executor
     idle_seconds: float = 10.0
     prepare: Callable[[], None] = _nothing
-    gate: Callable[[], StepGate] | None = None
+    gate: Callable[[Put], StepGate] | None = None
 
 
 def run_engine(
@@ -52,10 +55,10 @@ def run_engine(
     try:
         core = EngineCore(
             plan.settings,
-            plan.connector_factory,
+            plan.transfers,
             wake=lambda: inbox.put(WAKE),
             start=plan.start,
-            gate=plan.gate() if plan.gate is not None else None,
+            gate=plan.gate(inbox.put) if plan.gate is not None else None,
         )
         loop = StepLoop(core, inbox, emit, plan.idle_seconds)
         started(loop)
@@ -81,3 +84,46 @@ def _give_up(core: EngineCore | None, error: Exception, emit: Emit) -> None:
     else:
         logger.error("the engine could not start", exc_info=error)
         emit(StartFailed(ErrorKind.INTERNAL.value, f"the engine could not start: {error!r}"))
+
+
+class EngineThread:
+    """An ``EngineLink`` over a queue and ``call_soon_threadsafe``."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._plan = plan
+        self._inbox: Inbox = Inbox()
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[bool] = self._loop.create_future()
+
+    def start(self, receive: Callable[[FromEngine], None]) -> None:
+        """Start the thread; see EngineLink."""
+        threading.Thread(target=self._run, args=(receive,), name="engine-core", daemon=True).start()
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; see EngineLink."""
+        self._inbox.put(message)
+
+    def abandon(self) -> None:
+        """End the thread as soon as it has started; see EngineLink."""
+        self._inbox.put(Shutdown())
+
+    @property
+    def complaint(self) -> str | None:
+        """See EngineLink. A thread of this process is not watched."""
+        return None
+
+    async def wait_ended(self) -> bool:
+        """Wait until the thread has ended; see EngineLink."""
+        return await self._ended
+
+    def _run(self, receive: Callable[[FromEngine], None]) -> None:
+        has_ended_well = False
+        try:
+            has_ended_well = run_engine(self._plan, self._inbox, lambda message: self._post(receive, message))
+        finally:
+            self._post(self._ended.set_result, has_ended_well)
+
+    def _post(self, function: Callable[[_T], None], value: _T) -> None:
+        """Call ``function`` in the event loop, unless that is closed."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, value)

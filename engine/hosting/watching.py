@@ -1,22 +1,59 @@
-"""Decides from the progress of its threads whether an engine's process still works. Pure: times and counts are inputs.
+"""Decides from the progress of its threads, and from its processor time, whether an engine's process still works.
 
-The engine's threads count what they finish, and each count is requested through the queue that also carries the
-thread's work, so that an idle thread increments its count as well. An answer of one thread proves nothing about the
-others: only a count that has changed is a sign of life, and processor time is a sign that the process runs.
+``EngineWatch`` is pure: times and counts are its inputs. The engine's threads count what they finish, and each count is
+requested through the queue that also carries the thread's work, so that an idle thread increments its count as well. An
+answer of one thread proves nothing about the others: only a count that has changed is a sign of life, and processor time is
+a sign that the process runs.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+_PROC = Path("/proc")
+# A thread or process that ended while it was read, or whose files are empty because of that.
+_GONE = (FileNotFoundError, ProcessLookupError, ValueError)
 STEP_LOOP = "step loop"
 """The name of the step loop's count; its steps may take long."""
 RANK_CALLS = "loop of calls"
 """The name of the count of a rank of several, whose calls are those steps."""
 COMPUTING_FACTOR = 20
+# The share of one core below which a process counts as not computing.
 _COMPUTING_SHARE = 0.02
-"""The share of one core below which a process counts as not computing."""
+# The share of the time from which on a process that waits for a processor counts as starved.
 _STARVED_SHARE = 0.25
-"""The share of the time from which on a process that waits for a processor counts as starved."""
+
+
+def processor_nanoseconds(pid: int, proc: Path = _PROC) -> int | None:
+    """Return the nanoseconds that the process and its descendants spent on a processor or in the queue for one.
+
+    The sum falls when a thread ends. None where the system does not count (not Linux), or the process is gone. A stopped
+    process adds nothing, however it was stopped; one that waits for a processor on a busy machine does.
+    """
+    if not (proc / str(pid) / "schedstat").exists():
+        return None
+    return _sum_of(str(pid), proc)
+
+
+def queued_nanoseconds(pid: int, proc: Path = _PROC) -> int:
+    """Return the nanoseconds of ``processor_nanoseconds`` that were spent in the queue; 0 where nothing counts them."""
+    return _sum_of(str(pid), proc, is_queued_only=True)
+
+
+def _sum_of(pid: str, proc: Path, *, is_queued_only: bool = False) -> int:
+    total = 0
+    with suppress(*_GONE):
+        for task in (proc / pid / "task").iterdir():
+            with suppress(*_GONE):
+                running, queued, _ = (task / "schedstat").read_text().split()
+                total += int(queued) + (0 if is_queued_only else int(running))
+            with suppress(*_GONE):
+                total += sum(
+                    _sum_of(child, proc, is_queued_only=is_queued_only)
+                    for child in (task / "children").read_text().split()
+                )
+    return total
 
 
 @dataclass(frozen=True)
@@ -93,18 +130,10 @@ class EngineWatch:
             return f"its process has not answered for {seconds:.1f} s"
         for name, count in self._counts.items():
             seconds = now - count.since
-            is_excused = self._computes(name, count, seconds) or self._is_starved(count, seconds)
+            # A step may take long while it computes; one that other processes keep from the processors is slow, and no hang.
+            has_computed = self._computed - count.computed >= _COMPUTING_SHARE * seconds * 1e9
+            computes = name in (STEP_LOOP, RANK_CALLS) and (self._nanoseconds is None or has_computed)
+            is_excused = computes or self._queued - count.queued >= _STARVED_SHARE * seconds * 1e9
             if seconds >= hung * (COMPUTING_FACTOR if is_excused else 1):
                 return f"its {name} has made no progress for {seconds:.1f} s"
         return None
-
-    def _computes(self, name: str, count: _Count, seconds: float) -> bool:
-        if name not in (STEP_LOOP, RANK_CALLS):
-            return False
-        return (
-            self._nanoseconds is None or self._computed - count.computed >= _COMPUTING_SHARE * seconds * 1e9
-        )
-
-    def _is_starved(self, count: _Count, seconds: float) -> bool:
-        """Return whether the process waited for a processor for a large part of the time: slowness is no hang then."""
-        return self._queued - count.queued >= _STARVED_SHARE * seconds * 1e9

@@ -71,14 +71,7 @@ class CModel(ctypes.Structure):
     _fields_: ClassVar = [
         *(
             (name, _size)
-            for name in (
-                "hidden",
-                "intermediate",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-                "num_layers",
-            )
+            for name in ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "num_layers")
         ),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),

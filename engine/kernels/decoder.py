@@ -1,4 +1,4 @@
-"""A decoder whose forward pass is one call of the kernels."""
+"""A decoder whose forward pass is one call of the kernels, and sampling by them, row by row, without copies."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -13,14 +13,15 @@ from torch import Tensor
 from contract.errors import InternalError
 from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
-from engine.kernels.binding import CStep, Kernels, Stored, address_of
-from engine.kernels.draw import KernelDraw
-from engine.kernels.packed import PackedWeights, addresses, null_caches
+from engine.kernels.binding import DRAW, CStep, Kernels, Stored, address_of
+from engine.kernels.packed import PackedWeights, addresses
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
-from engine.sampling.sampler import Draw, Samples, Sampling
+from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.sampler import Draw, Samples, Sampling, best_or_drawn
 
 _LINE = 64
+_SEEDS = 2**128
 
 
 def why_unserved(config: DecoderConfig, dtype: str, device: torch.device, num_ranks: int) -> str | None:
@@ -29,6 +30,8 @@ def why_unserved(config: DecoderConfig, dtype: str, device: torch.device, num_ra
         return f"they compute bfloat16 on the host, and this is {dtype} on {device.type}"
     if num_ranks > 1:
         return f"they compute whole models, and this one is divided among {num_ranks} ranks"
+    if config.experts is not None:
+        return "they compute no experts"
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -64,8 +67,8 @@ class KernelDecoder:
         self._head = _Head(model, config.vocab_size, kernels, self._threads, self._weights)
         self._buffers = _Buffers(config, kernels.scratch_bytes(self._weights.model) * num_threads)
         self._pool: _Pool | None = None
+        # Keeps the inputs of a running step alive while the kernels read them.
         self._in_flight: Any = None
-        """Keeps the inputs of a running step alive while the kernels read them."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -95,7 +98,12 @@ class KernelDecoder:
         """See ForwardPass. Meanwhile Python's lock is free, but for what the watch does with it."""
         num_tokens = inputs.num_tokens
         self._buffers.reserve(num_tokens)
-        pool = self._find(null_caches(self._config, self._block_size) if caches is None else caches)
+        if caches is None:  # nothing is kept: one block that all layers write
+            shape = (1, 2, self._config.num_kv_heads, self._block_size, self._config.head_dim)
+            caches = [torch.zeros(shape, dtype=torch.bfloat16)] * self._config.num_layers
+        if self._pool is None or self._pool.caches is not caches:  # derived once for each pool of the engine
+            self._pool = _Pool(caches, addresses(caches), caches[0].stride(0))
+        pool = self._pool
         reports = _WatchCallback(watch)
         step = CStep(
             num_tokens,
@@ -150,12 +158,6 @@ class KernelDecoder:
         """End the threads and release the pool. A running forward pass ends first."""
         self._kernels.end_threads(self._threads)
         self._pool = self._in_flight = None
-
-    def _find(self, caches: Sequence[Tensor]) -> "_Pool":
-        """Return the addresses of the layers' caches, derived once for each pool."""
-        if self._pool is None or self._pool.caches is not caches:
-            self._pool = _Pool(caches, addresses(caches), caches[0].stride(0))
-        return self._pool
 
 
 class _Buffers:
@@ -246,6 +248,39 @@ class _WatchCallback:
         if self._watch is None or self._error is not None:
             return
         try:
-            self._watch.stored(num_layers)
+            self._watch.on_stored(num_layers)
         except BaseException as error:  # noqa: BLE001 raised again by check
             self._error = error
+
+
+class KernelDraw:
+    """See ``engine.sampling.sampler.Draw``. threads: the kernels' threads; None: the caller samples alone."""
+
+    def __init__(self, kernels: Kernels, threads: int | None = None, num_threads: int = 1) -> None:
+        self._kernels = kernels
+        self._threads = threads
+        self._num_threads = num_threads
+        self._scratch: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def __call__(self, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """Sample from float32 ``[num_rows, vocab_size]`` on the host."""
+        return best_or_drawn(self.random, scores, rows)
+
+    def random(self, scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
+        """See ``engine.sampling.sampler.RandomDraw``."""
+        scores = scores.contiguous()
+        size = scores.shape[1]
+        needed = self._num_threads * self._kernels.draw_scratch(size)
+        if len(self._scratch) < needed:
+            self._scratch = np.empty(needed, dtype=np.int64)
+        tokens = np.empty(len(places), dtype=np.int64)
+        draws = np.zeros(len(places), dtype=DRAW)
+        drawn = [rows[place] for place in places]
+        seeds = [row.sampling.seed % _SEEDS for row in drawn]
+        draws["seed"] = [(seed % 2**64, seed // 2**64) for seed in seeds]
+        draws["position"] = [row.position for row in drawn]
+        for name in ("temperature", "min_p", "top_p", "top_k"):
+            draws[name] = [getattr(row.sampling, name) for row in drawn]
+        draws["scores"] = scores.data_ptr() + np.array(places) * (size * scores.element_size())
+        self._kernels.draw(self._threads, draws, size, self._scratch, tokens)
+        return torch.from_numpy(tokens)

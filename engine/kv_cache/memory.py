@@ -2,8 +2,15 @@
 
 ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, zeroed: one block is one contiguous piece, and a
 layer's tensor is a view. Block 0 is the null block; it stays zero.
+
+The sums of blocks' digests are computed where the blocks are: on a device, by a Triton kernel. Word j of a block (64 bits)
+has the key ``seed + j · _STEP``. The first sum of ``fold64`` adds the product of the lower and the upper half of each word
+that was xored with its key; the second one adds the words. Sums are modulo 2**64, so they do not depend on the order in
+which parts of a block are added.
 """
 
+import importlib.util
+import logging
 import mmap
 import os
 import threading
@@ -19,14 +26,87 @@ from torch import Tensor
 
 from contract.errors import InternalError
 from contract.layout import KVLayout
-from engine.connector import Computed
-from engine.kv_cache.folding import find_fold
+from engine.compute.staging import to_device
+from engine.connector import Computed, DevicePool
 
+logger = logging.getLogger(__name__)
+
+Numbers = npt.NDArray[np.uint64]
+Fold = Callable[[Sequence[int], int, int, Numbers], Numbers]
+"""(blocks, first byte, end, seeds) → sums ``[2, n]``. Waits for the device."""
+
+WORD_BYTES = 8
+_STEP = 0x9E3779B97F4A7C15
+TILE = 1024
+NUM_TILES = 4
+NUM_WARPS = 4
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _POOL_NAME = "kvbaton-kv"
 _cuda: Any = torch.cuda
+# The priority of a stream whose kernels get free processors before those of the engine's steps.
 _FIRST = -1
-"""The priority of a stream whose kernels get free processors before those of the engine's steps."""
+
+
+def signed(number: int) -> int:
+    """Return the signed number with the same 64 bits: the kernel counts by these, which wrap like others."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+STEPS = {"step": signed(_STEP), "tile_step": signed(TILE * _STEP)}
+
+
+class TritonFold:
+    """Adds up blocks of a pool, a contiguous tensor whose blocks have whole words."""
+
+    def __init__(self, pool: Tensor) -> None:
+        self._words = pool.view(len(pool), -1).view(torch.int64)
+
+    def __call__(self, block_ids: Sequence[int], start: int, end: int, seeds: Numbers) -> Numbers:
+        """See ``Fold``."""
+        from engine.kv_cache.triton_kernels import fold_kernel
+
+        count = len(block_ids)
+        packed = np.zeros((4, count), np.int64)
+        packed[0] = block_ids
+        packed[1] = seeds.view(np.int64)
+        on_device = to_device(packed, self._words.device)
+        num_words = (end - start) // WORD_BYTES
+        block_words = self._words.shape[1]
+        fold_kernel[(count, -(-num_words // (TILE * NUM_TILES)))](
+            self._words,
+            on_device,
+            count,
+            block_words,
+            start // WORD_BYTES,
+            num_words,
+            **STEPS,
+            tile=TILE,
+            num_tiles=NUM_TILES,
+            num_warps=NUM_WARPS,
+        )
+        return on_device[2:].cpu().numpy().view(np.uint64)
+
+
+def find_fold(pool: Tensor) -> Fold | None:
+    """Return what adds up blocks of a pool ``[num_blocks, num_layers, ...]``, tried out; None, and log why, if none can."""
+    if pool.device.type != "cuda":
+        return None
+    layer_bytes = pool[0, 0].numel() * pool.element_size()
+    if importlib.util.find_spec("triton") is None:
+        why_not = "Triton is not installed"
+    elif layer_bytes % WORD_BYTES:
+        why_not = f"a layer of a block has {layer_bytes} bytes, which is no multiple of {WORD_BYTES}"
+    else:
+        try:
+            # Tried out here, on the null block: at a request's first digest it would be too late for another way.
+            fold = TritonFold(pool)
+            fold([0], 0, WORD_BYTES, np.zeros(1, np.uint64))
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises
+            why_not = repr(error)
+        else:
+            return fold
+    logger.warning("blocks are copied to the host to be digested: %s", why_not)
+    return None
 
 
 class _AtOnce:
@@ -55,6 +135,11 @@ class PagedKVMemory(ABC):
         self.pool = pool
         self.layers = list(pool.unbind(1))
 
+    @property
+    def device_pool(self) -> DevicePool | None:
+        """See KVMemory."""
+        return None
+
     @abstractmethod
     def read_view(self, block_id: int) -> memoryview:
         """Return the bytes of one block, read-only."""
@@ -72,10 +157,12 @@ class PagedKVMemory(ABC):
         """Return what waits for everything that was launched before this call."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to), after what was launched before. No pair reads a block that another one writes."""
-        if pairs:
-            sources, targets = zip(*pairs, strict=True)
-            self.pool[list(targets)] = self.pool[list(sources)]
+        """Copy whole blocks, (from, to), after what was launched before; no pair reads a block that another one writes.
+
+        pairs: at least one.
+        """
+        sources, targets = zip(*pairs, strict=True)
+        self.pool[list(targets)] = self.pool[list(sources)]
 
     @abstractmethod
     def close(self) -> None:
@@ -91,13 +178,14 @@ class MappedKVMemory(PagedKVMemory):
     """The pool in host memory: an anonymous file (memfd) that another process may map, else private pages.
 
     memfd: the file's descriptor, None if the system has none. The views are the pool itself; pool_view is all of it.
-    Where the system can, all pages are faulted in at start (a second per GiB): the first write to a page costs five times a
-    copy, and would add to the time that a request waits for its KV.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         num_bytes = num_blocks * layout.block_bytes
-        self.memfd = _create_memfd(num_bytes)
+        if hasattr(os, "memfd_create"):
+            self.memfd = os.memfd_create(_POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.memfd, num_bytes)
+        # Faulted in now (a second per GiB): the first write to a page costs five copies, for which a request would wait.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._bytes = mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes, flags=flags)
         self.pool_view: memoryview = memoryview(self._bytes)
@@ -151,7 +239,7 @@ class PinnedParts:
 class StagedKVMemory(PagedKVMemory):
     """The pool on a device, reached through copies in host memory, or written by a library that reaches the device itself.
 
-    Implements ``engine.connector.LandsDirectly``. Copies and digests run on a stream of their own, which
+    Implements ``engine.connector.DevicePool``. Copies and digests run on a stream of their own, which
     does not wait for the kernels of a step: a request waits for its KV.
     """
 
@@ -163,25 +251,30 @@ class StagedKVMemory(PagedKVMemory):
         self._rows = self.pool.view(num_blocks, -1).view(torch.uint8)
         self._copies = _cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None
         self._computed: Computed = _AT_ONCE
+        # The rows that are being copied to the device, and the event of the end.
         self._writing: deque[tuple[Any, Sequence[PinnedRow]]] = deque()
-        """The rows that are being copied to the device, and the event of the end."""
         self._lock = threading.Lock()
         self._fold = find_fold(self.pool)
 
     @property
+    def device_pool(self) -> DevicePool:
+        """See KVMemory. Not an attribute: the cycle would keep the device's memory until the garbage collector runs."""
+        return self
+
+    @property
     def address(self) -> int:
-        """See LandsDirectly."""
+        """See DevicePool."""
         return self.pool.data_ptr()
 
     @property
     def can_fold(self) -> bool:
-        """See LandsDirectly."""
+        """See DevicePool."""
         return self._fold is not None
 
     def fold(
         self, block_ids: Sequence[int], start: int, end: int, seeds: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
-        """See LandsDirectly."""
+        """See DevicePool."""
         if self._fold is None:
             raise InternalError("the sums of blocks cannot be computed on this device")
         with torch.cuda.stream(self._copies):
@@ -196,7 +289,7 @@ class StagedKVMemory(PagedKVMemory):
         raise InternalError(f"block {block_id} is on a device, which is written by write_rows")
 
     def begin_reading(self, block_ids: Sequence[int], start: int, end: int) -> PinnedParts:
-        """See LandsDirectly."""
+        """See DevicePool."""
         rows = self.host_rows(len(block_ids), end - start)
         with torch.cuda.stream(self._copies):
             for row, block_id in zip(rows, block_ids, strict=True):
@@ -204,12 +297,12 @@ class StagedKVMemory(PagedKVMemory):
             return PinnedParts(rows, self._launched())
 
     def host_rows(self, count: int, num_bytes: int) -> list[PinnedRow]:
-        """See LandsDirectly."""
+        """See DevicePool."""
         whole = torch.empty(count, num_bytes, dtype=torch.uint8, pin_memory=self._copies is not None)
         return list(map(PinnedRow, whole))
 
     def write_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[PinnedRow]) -> None:
-        """See LandsDirectly."""
+        """See DevicePool."""
         with torch.cuda.stream(self._copies):
             for row, block_id in zip(rows, block_ids, strict=True):
                 part = self._rows[self._check(block_id), start : start + len(row.content)]
@@ -220,26 +313,26 @@ class StagedKVMemory(PagedKVMemory):
         self._forget_written()
 
     def landing_area(self, layout: KVLayout, num_blocks: int) -> "StagedKVMemory":
-        """See LandsDirectly. A library may write it at once: what was launched on that memory before is over."""
+        """See DevicePool. A library may write it at once: what was launched on that memory before is over."""
         with torch.cuda.stream(self._copies):
             area = StagedKVMemory(layout, num_blocks, self.pool.device)
             self._launched().synchronize()
         return area
 
     def launch(self, work: Callable[[], None]) -> Computed:
-        """See LandsDirectly."""
+        """See DevicePool."""
         with torch.cuda.stream(self._copies):
             work()
             launched: Computed = self._launched()
         return launched
 
     def wait_until_unused(self) -> None:
-        """See LandsDirectly."""
+        """See DevicePool."""
         self._computed.synchronize()
 
     @property
     def is_written(self) -> bool:
-        """See LandsDirectly."""
+        """See DevicePool."""
         self._forget_written()
         return not self._writing
 
@@ -247,7 +340,7 @@ class StagedKVMemory(PagedKVMemory):
         """See PagedKVMemory. Returns when the device has the bytes."""
         with self._lock:
             writing = list(self._writing)
-        for done, _ in writing:
+        for done, _ in writing:  # without the lock: other threads begin further copies meanwhile
             done.synchronize()
         self._forget_written()
 
@@ -264,7 +357,7 @@ class StagedKVMemory(PagedKVMemory):
         """Return what waits for what this thread has launched on the current stream."""
         if self._copies is None:
             return _AT_ONCE
-        event = _cuda.Event(blocking=True)
+        event = _cuda.Event(blocking=True)  # who waits for it sleeps: the step thread needs the core
         event.record()
         return event
 
@@ -284,11 +377,3 @@ def allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> PagedKV
 
 def _pool_shape(layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
     return (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-
-
-def _create_memfd(num_bytes: int) -> int | None:
-    if not hasattr(os, "memfd_create"):
-        return None
-    descriptor = os.memfd_create(_POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor

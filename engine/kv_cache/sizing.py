@@ -89,13 +89,9 @@ class CudaProbe:
         """See MemoryProbe."""
         free, total = self._cuda.mem_get_info(self._device)
         peak = self._cuda.max_memory_reserved(self._device)
+        # What was reserved at the peak is needed again, though torch has given it back to the driver since.
         given_back = peak - self._cuda.memory_reserved(self._device)
         return MemoryReading(total, max(0, free - given_back), peak, is_host=False)
-
-
-def create_probe(device: torch.device) -> MemoryProbe:
-    """Return the probe for this device."""
-    return CudaProbe(device) if device.type == "cuda" else HostProbe()
 
 
 def available_kv_bytes(reading: MemoryReading, settings: EngineSettings) -> int:

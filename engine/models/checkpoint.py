@@ -3,9 +3,9 @@
 Needs no torch until a tensor is read: names, shapes and dtypes stand in the files' headers.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,8 +13,10 @@ from contract.errors import SettingError
 from contract.model_folder import check_entries, end_token_ids, file_within, read_json_object
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from engine.fp8.stored import Weights
+    from engine.models.sharding import Part
 
 PLAIN_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
 """Numbers that need no scale, as safetensors names them."""
@@ -55,42 +57,6 @@ def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Weights"
     return name
 
 
-class TensorPart(Protocol):
-    """Ranges of a tensor along one dimension, and padding."""
-
-    @property
-    def dim(self) -> int:
-        """The dimension that is split."""
-
-    def take(self, read: "Callable[[slice], Tensor]") -> "Tensor":
-        """Return the part of a tensor of which ``read`` returns a range along the dimension."""
-
-    def whole_shape(self, shape: "torch.Size") -> list[int]:
-        """Return the shape of the whole tensor whose part has ``shape``."""
-
-
-class Weights(Protocol):
-    """The tensors that a model loads, by name; see Checkpoint."""
-
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-
-    def stored_dtype(self, name: str) -> str:
-        """Return the dtype of a tensor, as safetensors names it, without reading it."""
-
-    def shape(self, name: str) -> list[int]:
-        """Return a tensor's shape without reading it."""
-
-    def tensor(self, name: str) -> "Tensor":
-        """Return a tensor on the host."""
-
-    def part(self, name: str, part: TensorPart) -> "Tensor":
-        """Return a part of a tensor on the host."""
-
-    def first_dtype(self) -> str:
-        """Return the dtype of the tensor whose name sorts first, as torch names it."""
-
-
 class Checkpoint:
     """The weights of one folder, by name; a tensor is read from its memory map on access.
 
@@ -123,10 +89,10 @@ class Checkpoint:
         """Return the tensor's dtype, as safetensors names it, without reading it. Raises KeyError for an unknown name."""
         return str(self._file(name).get_slice(self._stored(name)).get_dtype())
 
-    def part(self, name: str, part: TensorPart) -> "Tensor":
+    def part(self, name: str, part: "Part") -> "Tensor":
         """Return a part of the tensor on the host; only the bytes of that part are read."""
         stored = self._file(name).get_slice(self._stored(name))
-        return part.take(lambda own: stored[(slice(None),) * part.dim + (own,)])
+        return part.assemble(lambda own: stored[(slice(None),) * part.dim + (own,)])
 
     def first_dtype(self) -> str:
         """Return the dtype of the tensor whose name sorts first, as torch names it."""
@@ -148,15 +114,19 @@ class Checkpoint:
 
 
 def check_tensors(
-    expected: Mapping[str, Sequence[int]], checkpoint: Weights, have_scales: Set[str] = frozenset()
+    expected: Mapping[str, Sequence[int]],
+    checkpoint: "Weights",
+    have_scales: Set[str] = frozenset(),
+    others: Set[str] = frozenset(),
 ) -> None:
     """Raise SettingError that names missing, unexpected and misshapen tensors, and numbers without their scale.
 
     expected: the shape of each tensor of the model. have_scales: names of those whose numbers have scales.
+    others: names that the checkpoint has beside the expected ones.
     """
     found = {name for name in checkpoint.names() if not name.endswith(_IGNORED_SUFFIX)}
     _refuse("misses", set(expected) - found)
-    _refuse("has unexpected", found - set(expected))
+    _refuse("has unexpected", found - set(expected) - others)
     for name, shape in expected.items():
         if (found_shape := checkpoint.shape(name)) != list(shape):
             raise bad_model(f"tensor {name} is {found_shape}; config.json requires {list(shape)}")
@@ -182,14 +152,14 @@ def _files_by_name(folder: Path, framework: str) -> dict[str, Path]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise bad_model(f"{_INDEX} has no weight_map")
-    shards = {name: file_within(folder, name, _INDEX) for name in set(map(_hashable, weight_map.values()))}
+    # A name that is no string, perhaps no key either, is refused by ``file_within``, which shows it.
+    names = {
+        name if isinstance(name, str) else repr(name)[:_SHOWN_CHARACTERS] for name in weight_map.values()
+    }
+    shards = {name: file_within(folder, name, _INDEX) for name in names}
     if absent := sorted(file.name for file in shards.values() if not file.is_file()):
         raise bad_model(f"{folder} lacks the shard {absent[0]} that {_INDEX} names")
     return {name: shards[file] for name, file in weight_map.items()}
-
-
-def _hashable(name: object) -> object:
-    return name if isinstance(name, str) else repr(name)[:_SHOWN_CHARACTERS]
 
 
 def _open(file: Path, framework: str) -> Any:

@@ -1,4 +1,4 @@
-"""The shape of one decoder, read from a checkpoint's config.json and checked. Needs no torch."""
+"""The shape of one decoder, read from a checkpoint's config.json and checked, and facts of a loaded one. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,8 +8,20 @@ from typing import Any
 from contract.errors import SettingError
 
 RawConfig = Mapping[str, Any]
+# Also keeps out what is no number, or infinite.
 _MAX_FLOAT = 1e30
-"""Also keeps out what is no number, or infinite."""
+MAX_LAYERS = 4096
+"""Layers are objects of their own, made before their weights are looked for; models have 130 of them at most."""
+MAX_SIZE = 2**31 - 1
+# Up to this number, layers cost too little for a check.
+_FEW_LAYERS = 128
+_NUM_LAYERS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
+_COUNTS = ("layer", "expert", "head", "block")
+# Fields that a library's own error message would not name.
+_SIZES = frozenset(
+    """vocab_size hidden_size intermediate_size head_dim num_attention_heads num_key_value_heads
+    max_position_embeddings""".split()
+)
 
 
 class Head(Enum):
@@ -48,11 +60,27 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A layer's experts. num_active: of each token. width: of an expert's MLP. normalises: a token's weights sum to 1."""
+
+    num: int
+    num_active: int
+    width: int
+    normalises: bool
+
+    def __post_init__(self) -> None:
+        """Raise SettingError if a token cannot have that many experts."""
+        if self.num_active > self.num:
+            raise bad_config(f"num_experts_per_tok is {self.num_active}, and num_experts {self.num}")
+
+
+@dataclass(frozen=True)
 class DecoderConfig(ModelShape):
     """A decoder of the Llama family, with the variations of the related families.
 
     qkv_bias, output_bias: biases of the q/k/v and of the output projection. qk_norm: RMSNorm over each head's query
     and key (Qwen3). sliding_windows: per layer, the number of tokens that a token sees, itself included; None is all.
+    experts: those of each layer that has them instead of an MLP, which are the ``sparse_layers``.
     """
 
     hidden_size: int
@@ -66,6 +94,12 @@ class DecoderConfig(ModelShape):
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None
+    sparse_layers: frozenset[int] = frozenset()
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return the experts of a layer; None if it has an MLP."""
+        return self.experts if layer in self.sparse_layers else None
 
     def __post_init__(self) -> None:
         """Raise SettingError if the numbers cannot describe a decoder."""
@@ -86,27 +120,6 @@ def bad_config(what: str) -> SettingError:
 def unserved(architecture: str, reason: str) -> SettingError:
     """Make the error for a decoder of transformers that would give wrong answers here."""
     return SettingError(f"model: transformers' {architecture} is not served: {reason}", param="model")
-
-
-MAX_LAYERS = 4096
-"""Layers are objects of their own, made before their weights are looked for; models have 130 of them at most."""
-MAX_SIZE = 2**31 - 1
-_FEW_LAYERS = 128
-"""Up to this number, layers cost too little for a check."""
-_NUM_LAYERS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
-_COUNTS = ("layer", "expert", "head", "block")
-_SIZES = frozenset(
-    {
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "head_dim",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-    }
-)
-"""Fields that a library's own error message would not name."""
 
 
 def check_counts(raw: RawConfig, num_tensors: int) -> None:
@@ -158,3 +171,22 @@ def positive_float(raw: RawConfig, name: str, default: float | None = None) -> f
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_FLOAT:
         raise bad_config(f"{name} is {value!r:.80}; it must be a number above 0")
     return float(value)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model as it was loaded.
+
+    max_model_len: maximum length of prompt and answer together, in tokens. eos_token_ids: the model's own end tokens.
+    fingerprint: ``contract.layout.model_fingerprint`` with the dtype of the computation. dtype: never "auto". has_head:
+    tokens can be sampled; a model without a head gives embeddings only. num_kv_heads: of all ranks together, each counted
+    once; 0: those of the KV layout, on one rank.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    dtype: str
+    has_head: bool = True
+    num_kv_heads: int = 0

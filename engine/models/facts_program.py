@@ -19,8 +19,8 @@ from engine.models.checkpoint import read_config
 from engine.models.transformers_rules import read_facts
 
 _PACKAGE = "transformers"
+# Names that are imported from the package itself.
 _PLACES = {"AutoConfig": f"{_PACKAGE}.models.auto.configuration_auto"}
-"""Names that are imported from the package itself."""
 
 
 def main() -> None:

@@ -3,25 +3,67 @@
 A missing field takes transformers' default, so that both read a checkpoint in the same way.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.models.config import (
     MAX_LAYERS,
     DecoderConfig,
+    Experts,
     Head,
     RawConfig,
+    RopeConfig,
     bad_config,
     flag,
     positive_float,
     positive_int,
 )
 from engine.models.registry import Shapes
-from engine.models.rope_parsing import rope_config
 
+ROPE_TYPES = ("default", "linear", "llama3")
+_DEFAULT_THETA = 10000.0
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 _QWEN3_HEAD_DIM = 128
+_QWEN3_EXPERTS = 128
+_QWEN3_ACTIVE_EXPERTS = 8
+_QWEN3_EXPERT_WIDTH = 768
+# Experts are objects of their own, made before their weights are looked for; models have 512 of them at most.
+_MAX_EXPERTS = 4096
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def rope_config(raw: RawConfig) -> RopeConfig:
+    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before it).
+
+    Raises SettingError for a rope type that is not in ROPE_TYPES, and for parameters that differ by layer.
+    """
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise bad_config(f"the rope parameters are {parameters!r}; they must be an object")
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise bad_config(
+            f"rope type {rope_type!r} is not served; the served ones are {', '.join(ROPE_TYPES)}"
+        )
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise bad_config("rope parameters that differ by layer type are not served")
+    if parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise bad_config("partial_rotary_factor below 1 is not served")
+    theta = positive_float(parameters, "rope_theta", positive_float(raw, "rope_theta", _DEFAULT_THETA))
+    if rope_type == "default":
+        return RopeConfig(rope_type, theta)
+    factor = positive_float(parameters, "factor")
+    if rope_type == "linear":
+        return RopeConfig(rope_type, theta, factor)
+    low = positive_float(parameters, "low_freq_factor")
+    high = positive_float(parameters, "high_freq_factor")
+    if low >= high:
+        raise bad_config(f"low_freq_factor is {low}; it must be below high_freq_factor ({high})")
+    name = "original_max_position_embeddings"
+    nested = positive_int(parameters, name, positive_int(raw, "max_position_embeddings"))
+    return RopeConfig("llama3", theta, factor, low, high, positive_int(raw, name, nested))
 
 
 def llama(raw: RawConfig) -> DecoderConfig:
@@ -55,6 +97,28 @@ def qwen3(raw: RawConfig) -> DecoderConfig:
     return DecoderConfig(
         **shape, sliding_windows=_qwen_windows(raw), qkv_bias=bias, output_bias=bias, qk_norm=True
     )
+
+
+def qwen3_moe(raw: RawConfig) -> DecoderConfig:
+    """Read Qwen3-MoE: Qwen3 with experts on every ``decoder_sparse_step``-th layer that is not in ``mlp_only_layers``."""
+    step = positive_int(raw, "decoder_sparse_step", 1)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise bad_config(f"mlp_only_layers is {dense!r:.80}; it must be a list of layers")
+    experts = Experts(
+        # transformers 5 writes the second name, and published checkpoints have the first one.
+        num=positive_int(
+            raw, "num_experts", positive_int(raw, "num_local_experts", _QWEN3_EXPERTS), _MAX_EXPERTS
+        ),
+        num_active=positive_int(raw, "num_experts_per_tok", _QWEN3_ACTIVE_EXPERTS),
+        width=positive_int(raw, "moe_intermediate_size", _QWEN3_EXPERT_WIDTH),
+        normalises=flag(raw, "norm_topk_prob"),
+    )
+    layers = range(_num_layers(raw))
+    sparse = frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
+    # Its head_dim, unlike that of Qwen3, follows from the other sizes if it is missing.
+    attention = replace(qwen3(raw), head_dim=shared_fields(raw)["head_dim"])
+    return replace(attention, experts=experts, sparse_layers=sparse)
 
 
 def _num_layers(raw: RawConfig) -> int:
@@ -117,9 +181,6 @@ def decoder_tensors(config: DecoderConfig, head: Head) -> Shapes:
         "self_attn.k_proj": (kv, width),
         "self_attn.v_proj": (kv, width),
         "self_attn.o_proj": (width, query),
-        "mlp.gate_proj": (config.intermediate_size, width),
-        "mlp.up_proj": (config.intermediate_size, width),
-        "mlp.down_proj": (width, config.intermediate_size),
     }
     if config.qk_norm:
         of_layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (config.head_dim,))
@@ -131,11 +192,24 @@ def decoder_tensors(config: DecoderConfig, head: Head) -> Shapes:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, width)}
     for layer in range(config.num_layers):
         place = f"model.layers.{layer}"
-        shapes |= {f"{place}.{name}.weight": shape for name, shape in of_layer.items()}
-        shapes |= {
-            f"{place}.{name}.bias": of_layer[name][:1] for name, has_bias in biased.items() if has_bias
-        }
+        weights = of_layer | _mlp_tensors(config, layer)
+        shapes |= {f"{place}.{name}.weight": shape for name, shape in weights.items()}
+        shapes |= {f"{place}.{name}.bias": weights[name][:1] for name, has_bias in biased.items() if has_bias}
     shapes["model.norm.weight"] = (width,)
     if head is Head.OWN:
         shapes["lm_head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def _mlp_tensors(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the weights of a layer's MLP, or of its router and experts, without their ending."""
+    hidden = config.hidden_size
+    experts = config.experts_of(layer)
+    widths = {"mlp": config.intermediate_size}
+    if experts is not None:
+        widths = {f"mlp.experts.{index}": experts.width for index in range(experts.num)}
+    shapes: dict[str, tuple[int, ...]] = {} if experts is None else {"mlp.gate": (experts.num, hidden)}
+    for place, width in widths.items():
+        shapes |= {f"{place}.{name}_proj": (width, hidden) for name in ("gate", "up")}
+        shapes[f"{place}.down_proj"] = (hidden, width)
     return shapes

@@ -1,38 +1,85 @@
 """Load a model that is ready to run, and its properties, from a checkpoint folder."""
 
 import logging
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from contract.layout import model_fingerprint
 from engine.distributed.group import RankGroup, SingleRank
-from engine.fp8.choice import prepare, why_converted
-from engine.fp8.stored import Fp8Checkpoint
-from engine.models.checkpoint import Checkpoint, Weights, read_config, read_eos_token_ids, resolve_dtype
-from engine.models.config import Head, ModelShape, RawConfig, check_counts
-from engine.models.info import ModelInfo
+from engine.fp8.linear import prepare, why_converted
+from engine.fp8.stored import Fp8Checkpoint, Weights
+from engine.models.checkpoint import (
+    Checkpoint,
+    check_tensors,
+    read_config,
+    read_eos_token_ids,
+    resolve_dtype,
+)
+from engine.models.config import Head, ModelInfo, ModelShape, RawConfig, check_counts
+from engine.models.experts import TokenExchange, spread_experts
 from engine.models.language_model import LanguageModel
+from engine.models.load_progress import LoadProgress
 from engine.models.registry import architecture_name, find_architecture
-from engine.models.served import model_length, plan_own, refuse_ranks
-from engine.models.sharding import config_of_rank, part_of
-from engine.models.weights import DTYPES, load_weights
+from engine.models.served import model_length, plan_own, refuse_ranks, refuse_spreading
+from engine.models.sharding import Part, config_of_rank, part_of
 
 logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: Weights,
+    device: torch.device,
+    part_of: Callable[[str], Part | None] = lambda _: None,
+    elsewhere: Set[str] = frozenset(),
+) -> None:
+    """Replace each parameter of ``model`` (usually on the meta device) by the checkpoint's tensor, in the parameter's dtype.
+
+    part_of: the part of a tensor to read by its name; None is all of it. elsewhere: tensors that other ranks have.
+
+    Each tensor is read once and put in place before the next. On the host, weights already in that dtype stay backed by the
+    memory map, so that several workers of one machine share them; they are read at first use. Raises SettingError that names
+    missing, unexpected and misshapen tensors, and numbers without their scale, before anything is read.
+    """
+    wanted = dict(model.named_parameters())
+    parts = {name: part_of(name) for name in wanted}
+    shapes = {
+        name: list(wanted[name].shape) if part is None else part.whole_shape(wanted[name].shape)
+        for name, part in parts.items()
+    }
+    # A parameter of one byte is an FP8 weight: its numbers mean nothing without their scale.
+    have_scales = {name for name in wanted if wanted[name].dtype.itemsize == 1}
+    check_tensors(shapes, checkpoint, have_scales, elsewhere)
+    num_bytes = sum(parameter.nbytes for parameter in wanted.values())
+    with LoadProgress(num_bytes) as progress:
+        for name, part in parts.items():
+            tensor = checkpoint.tensor(name) if part is None else checkpoint.part(name, part)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            # One tensor after the other: on a device, the host never holds more than one of them.
+            loaded = tensor.to(device=device, dtype=wanted[name].dtype).contiguous()
+            owner.register_parameter(name.rpartition(".")[2], nn.Parameter(loaded, requires_grad=False))
+            progress.advance(loaded.nbytes)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """One rank's part of a model, with its weights on the device.
 
-    config: that part; info: the whole model; group: the ranks that have all parts.
+    config: that part; info: the whole model; group: the ranks that have all parts. exchange: the engines that have the other
+    experts.
     """
 
     model: LanguageModel
     config: ModelShape
     info: ModelInfo
     group: RankGroup = SingleRank()  # noqa: RUF009 - it has no state
+    exchange: TokenExchange | None = None
 
 
 def load(
@@ -42,10 +89,11 @@ def load(
     device: torch.device,
     group: RankGroup | None = None,
     fp8_products: str = "auto",
+    exchange: TokenExchange | None = None,
 ) -> LoadedModel:
     """Read the folder and put the model, or the part of a rank of ``group``, on ``device``.
 
-    fp8_products: see ``engine.options.ModelOptions``.
+    fp8_products: see ``engine.options.ModelOptions``. exchange: the ranks over which the experts are spread.
 
     Raises SettingError for a folder that cannot be served, and for a ``max_model_len`` beyond the model's positions.
     """
@@ -55,18 +103,24 @@ def load(
     check_counts(raw, len(checkpoint.names()))
     architecture = find_architecture(raw)
     if architecture is None:
+        refuse_spreading(raw, 1 if exchange is None else exchange.size)
         return _load_from_transformers(folder, raw, checkpoint, dtype, max_model_len, device, group)
     plan = plan_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
     of_rank = config_of_rank(plan.config, group.size)
-    group.check_dtype(DTYPES[plan.dtype])
+    group.check_dtype(DTYPES[plan.dtype])  # before minutes of reading weights
+    # Without memory: ``load_weights`` puts each tensor of the checkpoint in the place of a parameter.
     with torch.device("meta"):
         model = architecture.build(of_rank, plan.head, group).to(DTYPES[plan.dtype])
+    all_names = {name for name, _ in model.named_parameters()}
+    if exchange is not None:
+        spread_experts(model, exchange)
+    elsewhere = all_names - {name for name, _ in model.named_parameters()}
     numbers = _numbers(model, plan.weights, plan.dtype, device, group, fp8_products)
-    load_weights(model, plan.weights, device, lambda tensor: part_of(tensor, plan.config, group))
+    load_weights(model, plan.weights, device, lambda tensor: part_of(tensor, plan.config, group), elsewhere)
     model.place(device)
     has_head = plan.head is not Head.NONE
     info = _info(folder, raw, plan.config, plan.length, plan.dtype, has_head, numbers)
-    return LoadedModel(model.eval(), of_rank, info, group)
+    return LoadedModel(model.eval(), of_rank, info, group, exchange)
 
 
 def _numbers(

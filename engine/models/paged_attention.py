@@ -8,7 +8,7 @@ recorded. ``attach`` stores the object that does either as the attribute ``paged
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +23,11 @@ from engine.models.transformers_rules import LATER, RECURRENT, SINKS, TWICE, UNE
 SERVING = "kvbaton"
 ASKING = "kvbaton_asking"
 _ATTRIBUTE = "paged_attention"
+# Arguments that a layer may give beside those of ``_attend``: they change nothing of a causal forward pass.
 _WITHOUT_MEANING = frozenset(
-    {
-        "cache_position",
-        "dropout",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "use_cache",
-    }
+    """cache_position dropout is_causal output_attentions output_hidden_states output_router_logits
+    position_embeddings position_ids use_cache""".split()
 )
-"""Arguments that a layer may give beside those of ``_attend``: they change nothing of a causal forward pass."""
 _FAR = 2**20
 
 MaskFunction = Callable[..., Any]
@@ -56,13 +47,6 @@ class LayerCall:
     others: dict[str, Any]
 
 
-class Answer(Protocol):
-    """Computes a layer's attention."""
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Return the attended values, in the shape of the query."""
-
-
 def register() -> None:
     """Register both names with transformers; a second call changes nothing."""
     for name in (SERVING, ASKING):
@@ -70,7 +54,7 @@ def register() -> None:
     AttentionMaskInterface.register(ASKING, _asked_mask)
 
 
-def attach(model: nn.Module, answer: Answer) -> None:
+def attach(model: nn.Module, answer: "PagedAttention | Survey") -> None:
     """Make every layer of ``model`` use ``answer`` from now on."""
     for module in model.modules():
         if hasattr(module, "layer_idx"):
@@ -103,7 +87,7 @@ class PagedAttention:
         if cache is not None:
             step.store(call.key, call.value, cache)
         if watch is not None:
-            watch.stored(call.layer + 1)
+            watch.on_stored(call.layer + 1)
         return step.attend(call.shape, call.query, call.key, call.value, cache)
 
 
@@ -144,7 +128,7 @@ class AskedMask:
 
     def sees(self, query: int, key: int) -> bool:
         """Return whether the token at ``query`` sees the one at ``key``."""
-        nought = torch.tensor(0)
+        nought = torch.tensor(0)  # batch and head: no mask that is served depends on them
         return bool(self.function(nought, nought, torch.tensor(query), torch.tensor(key)))
 
 
@@ -162,7 +146,7 @@ def _why_unserved(call: LayerCall) -> str | None:
 
 def _why_masked_otherwise(mask: object, window: int | None) -> str | None:
     """Return why ``mask`` is not the causal one with ``window``, else None; only the window reaches the backend."""
-    if mask is None and window is None:
+    if mask is None and window is None:  # transformers makes none for the plain causal one
         return None
     if not isinstance(mask, AskedMask):
         return "its mask is of its own making"
@@ -190,7 +174,7 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers calls it: ``[1, heads, num_tokens, head_dim]`` in, tokens before heads out."""
-    answer: Answer = getattr(module, _ATTRIBUTE)
+    answer: PagedAttention | Survey = getattr(module, _ATTRIBUTE)
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     query, key, value = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))

@@ -1,10 +1,11 @@
 """Our own architectures by name: readers of the configuration, tensors and model, each imported at first use."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
+from contract.errors import SettingError
 from engine.models.config import DecoderConfig, Head, RawConfig
 
 if TYPE_CHECKING:
@@ -15,40 +16,31 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each tensor of a checkpoint, by name."""
 
 
-class _ReadConfig(Protocol):
-    def __call__(self, raw: RawConfig) -> DecoderConfig: ...
-
-
-class _Build(Protocol):
-    def __call__(self, config: DecoderConfig, head: Head, group: "RankGroup") -> "LanguageModel": ...
-
-
-class _Tensors(Protocol):
-    def __call__(self, config: DecoderConfig, head: Head) -> Shapes: ...
-
-
 @dataclass(frozen=True)
 class Architecture:
     """The places of its parts as "module:name"; only the model's needs torch.
 
-    config: a function of config.json. tensors: a function of the configuration. model: the model's class.
+    config: a function of config.json. tensors: a function of the configuration. model: the model's class. may_fall_back:
+    transformers computes what ``config`` refuses.
     """
 
     config: str
     tensors: str = "engine.models.families:decoder_tensors"
     model: str = "engine.models.decoder:CausalLM"
+    may_fall_back: bool = False
 
     def read_config(self, raw: RawConfig) -> DecoderConfig:
         """Return the decoder that config.json describes. Raises SettingError for one that cannot be served."""
-        return cast(_ReadConfig, _found(self.config))(raw)
+        return cast("Callable[[RawConfig], DecoderConfig]", _found(self.config))(raw)
 
     def shapes(self, config: DecoderConfig, head: Head) -> Shapes:
         """Return the tensors that a checkpoint of this configuration has."""
-        return cast(_Tensors, _found(self.tensors))(config, head)
+        return cast("Callable[[DecoderConfig, Head], Shapes]", _found(self.tensors))(config, head)
 
     def build(self, config: DecoderConfig, head: Head, group: "RankGroup") -> "LanguageModel":
         """Build the model of one rank, without weights."""
-        return cast(_Build, _found(self.model))(config, head, group)
+        build = cast("Callable[[DecoderConfig, Head, RankGroup], LanguageModel]", _found(self.model))
+        return build(config, head, group)
 
 
 ARCHITECTURES = {
@@ -56,11 +48,12 @@ ARCHITECTURES = {
     for kind in ("ForCausalLM", "Model")
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
 }
+ARCHITECTURES["Qwen3MoeForCausalLM"] = Architecture("engine.models.families:qwen3_moe", may_fall_back=True)
 _FOR_TESTS = {
     "ScriptedForCausalLM": Architecture(
-        "engine.testing.scripted_config:scripted_config",
-        "engine.testing.scripted_config:scripted_tensors",
-        "engine.testing.model:ScriptedModel",
+        "engine.models.scripted_config:scripted_config",
+        "engine.models.scripted_config:scripted_tensors",
+        "engine.models.scripted:ScriptedModel",
     )
 }
 
@@ -72,8 +65,14 @@ def architecture_name(raw: RawConfig) -> str | None:
 
 
 def find_architecture(raw: RawConfig) -> Architecture | None:
-    """Return our architecture of that name, None for another one."""
-    return (ARCHITECTURES | _FOR_TESTS).get(str(architecture_name(raw)))
+    """Return our architecture of that name, None for another one, and where only transformers can compute this model."""
+    found = (ARCHITECTURES | _FOR_TESTS).get(str(architecture_name(raw)))
+    if found is not None and found.may_fall_back:
+        try:
+            found.read_config(raw)
+        except SettingError:
+            return None
+    return found
 
 
 def _found(place: str) -> object:

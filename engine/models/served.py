@@ -14,12 +14,11 @@ from typing import Any
 from contract.errors import SettingError
 from contract.layout import DTYPE_BYTES
 from engine.fp8.scheme import read_scheme
-from engine.fp8.stored import Fp8Checkpoint
+from engine.fp8.stored import Fp8Checkpoint, Weights
 from engine.models.checkpoint import (
     DTYPE_NAMES,
     HEAD_NAME,
     Checkpoint,
-    Weights,
     check_tensors,
     read_config,
     resolve_dtype,
@@ -103,8 +102,13 @@ def plan_own(
     length = model_length(max_model_len, config.max_position_embeddings)
     name = resolve_dtype(dtype, raw, weights)
     head = _head(folder, config, checkpoint)
-    if head is Head.NONE:
-        _refuse_own_code(raw)
+    # Embedding models use code of their own for bidirectional attention, which config.json does not show.
+    has_own_code = "AutoModel" in (raw.get("auto_map") or {}) and raw.get("is_causal") is not True
+    if head is Head.NONE and has_own_code:
+        raise bad_config(
+            "auto_map names code of the model's own, which is not run; where its attention is causal, set is_causal to "
+            "true there"
+        )
     check_tensors(architecture.shapes(config, head), weights)
     return OwnModel(architecture, config, head, weights, name, length)
 
@@ -115,6 +119,16 @@ def refuse_ranks(raw: RawConfig, num_ranks: int) -> None:
         raise SettingError(
             f"tensor_parallel_size is {num_ranks}; {architecture_name(raw)} is computed by transformers, on one rank alone",
             param="tensor_parallel_size",
+        )
+
+
+def refuse_spreading(raw: RawConfig, num_ranks: int) -> None:
+    """Raise SettingError for data-parallel ranks of a model that transformers computes."""
+    if num_ranks > 1:
+        raise SettingError(
+            f"data_parallel_size is {num_ranks}; {architecture_name(raw)} is computed by transformers, whose experts "
+            "are not spread over ranks",
+            param="data_parallel_size",
         )
 
 
@@ -182,6 +196,7 @@ def _examine_transformers(
 
 def _ask_transformers(folder: Path) -> dict[str, Any]:
     """Return what ``facts_program`` prints. Raises SettingError with its text, and if it fails."""
+    # A process of its own: transformers imports torch beside a configuration, and this one must stay small.
     command = [sys.executable, "-P", "-m", _PROGRAM, str(folder)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_SECONDS, check=True)
@@ -216,13 +231,5 @@ def _head(folder: Path, config: DecoderConfig, checkpoint: Checkpoint) -> Head:
         return Head.NONE
     if config.tie_word_embeddings:
         return Head.TIED
+    # sentence-transformers writes modules.json; without it, the missing head is named as a missing tensor.
     return Head.NONE if (folder / "modules.json").is_file() else Head.OWN
-
-
-def _refuse_own_code(raw: RawConfig) -> None:
-    """Refuse models with code of their own: embedding models use it for bidirectional attention, unseen in config.json."""
-    if "AutoModel" in (raw.get("auto_map") or {}) and raw.get("is_causal") is not True:
-        raise bad_config(
-            "auto_map names code of the model's own, which is not run; where its attention is causal, set is_causal to "
-            "true there"
-        )

@@ -44,7 +44,7 @@ class Part:
     size: int
     pieces: tuple[Piece, ...]
 
-    def take(self, read: Callable[[slice], Tensor]) -> Tensor:
+    def assemble(self, read: Callable[[slice], Tensor]) -> Tensor:
         """Return the part of a tensor of which ``read`` returns a range along the dimension."""
         if len(self.pieces) == 1 and self.pieces[0].count == self.size:
             return read(self.pieces[0].own)
@@ -62,19 +62,6 @@ class Part:
         return [self.whole if dim == self.dim else length for dim, length in enumerate(shape)]
 
 
-class RowParallelLinear(nn.Linear):
-    """A linear layer of which each rank has a range of inputs; the ranks' results are summed, then the bias is added."""
-
-    def __init__(self, num_inputs: int, num_outputs: int, bias: bool, group: RankGroup) -> None:
-        super().__init__(num_inputs, num_outputs, bias=bias)
-        self.group = group
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Map this rank's ``[num_tokens, num_inputs / size]`` to ``[num_tokens, num_outputs]``, equal on all ranks."""
-        output = self.group.add_up(F.linear(states, self.weight))
-        return output if self.bias is None else output + self.bias
-
-
 class VocabularyParallelEmbedding(nn.Embedding):
     """An embedding of which each rank has a range of token ids; other ranks' tokens count as zeros.
 
@@ -88,16 +75,10 @@ class VocabularyParallelEmbedding(nn.Embedding):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map token ids ``[num_tokens]`` to ``[num_tokens, size]``, equal on all ranks."""
         local = input_ids - self._group.rank * self.num_embeddings
+        # Their ids are looked up as 0 and zeroed, so that the shapes are those of every step: a graph can capture it.
         is_elsewhere = (local < 0) | (local >= self.num_embeddings)
         states = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
         return self._group.add_up(states.masked_fill(is_elsewhere[:, None], 0))
-
-
-def row_parallel(num_inputs: int, num_outputs: int, bias: bool, group: RankGroup) -> nn.Linear:
-    """Make the layer behind a split one; ``num_inputs`` are this rank's."""
-    if group.size == 1:
-        return nn.Linear(num_inputs, num_outputs, bias=bias)
-    return RowParallelLinear(num_inputs, num_outputs, bias, group)
 
 
 def embedding(num_embeddings: int, size: int, group: RankGroup) -> nn.Embedding:
@@ -107,8 +88,8 @@ def embedding(num_embeddings: int, size: int, group: RankGroup) -> nn.Embedding:
     return VocabularyParallelEmbedding(num_embeddings, size, group)
 
 
+# Matrix units multiply numbers of rows and columns that are multiples of this.
 _ALIGNMENT = 16
-"""Matrix units multiply numbers of rows and columns that are multiples of this."""
 
 
 def share_of(count: int, size: int) -> int:
@@ -126,6 +107,7 @@ def config_of_rank(config: DecoderConfig, size: int) -> DecoderConfig:
         num_heads=num_kv_heads * _queries_of_head(config, size),
         num_kv_heads=num_kv_heads,
         intermediate_size=share_of(config.intermediate_size, size),
+        experts=config.experts and replace(config.experts, width=share_of(config.experts.width, size)),
     )
 
 
@@ -161,7 +143,9 @@ def part_of(name: str, config: DecoderConfig, group: RankGroup) -> Part | None:
         own = Piece(0, heads.start * config.head_dim, size)
         return Part(dim, config.num_kv_heads * config.head_dim, size, (own,))
     if layer in _WIDTH:
-        return _even_part(dim, config.intermediate_size, group)
+        is_of_expert = config.experts is not None and ".experts." in name
+        width = config.experts.width if is_of_expert and config.experts else config.intermediate_size
+        return _even_part(dim, width, group)
     return _even_part(dim, config.vocab_size, group) if layer in _VOCABULARY else None
 
 
@@ -184,17 +168,11 @@ def _query_part(dim: int, config: DecoderConfig, group: RankGroup) -> Part:
         own = holders.index(group.rank)
         first, end = (index * of_head // len(holders) for index in (own, own + 1))
         if first < end:
-            pieces.append(Piece(place * most * unit, (head * of_head + first) * unit, (end - first) * unit))
-    return Part(dim, config.num_heads * unit, len(heads) * most * unit, _merged(pieces))
-
-
-def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Join pieces that lie one behind the other, on both sides."""
-    merged = list[Piece]()
-    for piece in pieces:
-        last = merged[-1] if merged else None
-        if last is not None and (last.at + last.count, last.first + last.count) == (piece.at, piece.first):
-            merged[-1] = replace(last, count=last.count + piece.count)
-        else:
-            merged.append(piece)
-    return tuple(merged)
+            piece = Piece(place * most * unit, (head * of_head + first) * unit, (end - first) * unit)
+            last = pieces[-1] if pieces else None
+            # Pieces that lie one behind the other on both sides are one.
+            if last and (last.at + last.count, last.first + last.count) == (piece.at, piece.first):
+                pieces[-1] = replace(last, count=last.count + piece.count)
+            else:
+                pieces.append(piece)
+    return Part(dim, config.num_heads * unit, len(heads) * most * unit, tuple(pieces))

@@ -48,37 +48,17 @@ _REASONS: Mapping[str, frozenset[str]] = {
     RECURRENT: frozenset({"mamba", "mamba2", "rwkv", "xlstm", "zamba", "zamba2"}),
     OTHER_ATTENTION: frozenset({"doge", "git", "modernbert-decoder"}),
     _OTHER_POSITIONS: frozenset(
-        {
-            "camembert",
-            "data2vec-text",
-            "roberta",
-            "roberta-prelayernorm",
-            "xlm-roberta",
-            "xlm-roberta-xl",
-            "xmod",
-        }
+        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
     ),
     "the decoder of an encoder-decoder model is not served": frozenset(
-        {
-            "bart",
-            "bigbird_pegasus",
-            "blenderbot",
-            "blenderbot-small",
-            "marian",
-            "mbart",
-            "mvp",
-            "pegasus",
-            "plbart",
-            "prophetnet",
-            "trocr",
-            "whisper",
-        }
+        """bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr
+        whisper""".split()
     ),
     TWICE: frozenset({"diffllama", "hrm_text"}),
 }
 _REASON_OF_TYPE = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds}
+# Types that attend to earlier tokens alone if ``is_decoder`` is set.
 _ENCODERS = frozenset({"bert", "electra", "ernie", "roc_bert"})
-"""Types that attend to earlier tokens alone if ``is_decoder`` is set."""
 TRIED = _ENCODERS | frozenset(
     """afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx dots1
     ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite
@@ -89,8 +69,8 @@ TRIED = _ENCODERS | frozenset(
 )
 """Types of which a small model gave transformers' own answers."""
 _SENSES = frozenset({"audio_config", "vision_config"})
+# Types that store the key and value of each chosen expert's head.
 _EXPERT_HEADS = frozenset({"jetmoe"})
-"""Types that store the key and value of each chosen expert's head."""
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 
 
@@ -137,7 +117,12 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         if num_positions is None:
             raise unserved(architecture, "config.json does not give its number of positions")
         is_tried = config.model_type in TRIED
-        return TransformersFacts(config, num_positions, is_tried, _kv_shape(config))
+        shapes = _shapes(config)
+        num_layers = getattr(config, "num_hidden_layers", None)
+        kv_shape = None
+        if len(shapes) == 1 and isinstance(num_layers, int):
+            kv_shape = (num_layers, *shapes.pop())
+        return TransformersFacts(config, num_positions, is_tried, kv_shape)
 
 
 @contextmanager
@@ -177,16 +162,11 @@ def why_unserved(config: Any) -> str | None:
         return UNEQUAL
     if reason := _REASON_OF_TYPE.get(config.model_type):
         return reason
-    return None if _asks_for_attention(config) else OTHER_ATTENTION
-
-
-def _asks_for_attention(config: Any) -> bool:
-    """Return whether the model's code gets its attention from transformers' registry, in which ours is.
-
-    Its text is searched, since importing it would take seconds. Types become servable with newer versions of transformers.
-    """
+    # Does the model's code get its attention from transformers' registry, in which ours is? Its text is searched, since
+    # importing it would take seconds.
     folder = Path(inspect.getfile(type(config))).parent
-    return any(_REGISTRY in file.read_text("utf-8") for file in folder.glob("modeling_*.py"))
+    asks = any(_REGISTRY in file.read_text("utf-8") for file in folder.glob("modeling_*.py"))
+    return None if asks else OTHER_ATTENTION
 
 
 def _unknown(architecture: str | None) -> SettingError:
@@ -227,46 +207,24 @@ def _shape_of(config: Any) -> tuple[int, int] | None:
         return None
     head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
     names = _KV_HEADS[-1:] if config.model_type in _EXPERT_HEADS else _KV_HEADS
-    found = (getattr(config, name, None) for name in names if _declares(config, name))
+    kind = type(config)
+    # config.json may contain fields that the type does not have, which nothing reads.
+    declared = {*dir(kind), *config.attribute_map, *getattr(kind, "__dataclass_fields__", ())}
+    found = (getattr(config, name, None) for name in names if name in declared)
     num_kv_heads = next((each for each in found if isinstance(each, int) and each), None)
     if num_kv_heads is None or not isinstance(head_dim, int):
         return None
     return (1 if getattr(config, "multi_query", False) else num_kv_heads), head_dim
 
 
-def _declares(config: Any, name: str) -> bool:
-    """Return whether the type has this field: config.json may contain others, which nothing reads."""
-    kind = type(config)
-    return (
-        hasattr(kind, name)
-        or name in config.attribute_map
-        or name in getattr(kind, "__dataclass_fields__", ())
-    )
-
-
-def _kv_shape(config: Any) -> tuple[int, int, int] | None:
-    shapes = _shapes(config)
-    num_layers = getattr(config, "num_hidden_layers", None)
-    if len(shapes) != 1 or not isinstance(num_layers, int):
-        return None
-    return (num_layers, *shapes.pop())
-
-
 def _num_positions(config: Any) -> int | None:
-    """Return the number of positions whose angles do not depend on the rest of the batch.
-
-    "longrope" changes the angles of all tokens of a batch as soon as one token lies beyond the original positions.
-    """
+    """Return the number of positions whose angles do not depend on the rest of the batch."""
     limit: int | None = getattr(config, "max_position_embeddings", None)
-    for parameters in _rope_parameters(config):
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in rope.values() if isinstance(each, Mapping)]  # one for each type of layer
+    for parameters in nested or [rope]:
+        # "longrope" changes the angles of all tokens of a batch as soon as one token lies beyond the original positions.
         original = parameters.get("original_max_position_embeddings")
         if limit and original and parameters.get("rope_type") == "longrope":
             limit = min(limit, int(original))
     return limit
-
-
-def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
-    """Return the rope parameters: one mapping, or one for each type of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in parameters.values() if isinstance(each, Mapping)]
-    return nested or [parameters]

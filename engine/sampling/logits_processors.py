@@ -43,7 +43,7 @@ class SamplingRow:
         return is_narrowed or sampling.counts_tokens or bool(sampling.logit_bias or self.forbidden_token_ids)
 
     @property
-    def takes_best(self) -> bool:
+    def is_greedy(self) -> bool:
         """True if the token is that of the model's highest logit and no log probabilities are requested."""
         return self.sampling.temperature == 0 and self.sampling.logprobs is None and not self.changes_scores
 
@@ -65,12 +65,23 @@ def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         return raw
     scores = raw.to(torch.float32, copy=True)
     _mask(scores, [(i, row.bitmask) for i, row in changed if row.bitmask is not None])
-    _allow(scores, _cells([(i, row.sampling.allowed_token_ids) for i, row in changed]))
-    _add_biases(scores, [(i, row.sampling.logit_bias) for i, row in changed])
+    allowed = _cells([(i, row.sampling.allowed_token_ids) for i, row in changed])
+    if len(allowed.rows):
+        places = allowed.on(scores.device)
+        kept = scores[places]
+        scores[to_device(np.unique(allowed.rows), scores.device)] = -torch.inf
+        scores[places] = kept
+    biases = [(i, row.sampling.logit_bias) for i, row in changed]
+    biased = _cells([(i, [token for token, _ in own]) for i, own in biases])
+    if len(biased.rows):
+        values = np.array([value for _, own in biases for _, value in own], dtype=np.float32)
+        scores[biased.on(scores.device)] += to_device(values, scores.device)
     _penalize(scores, [(i, row) for i, row in changed if row.sampling.counts_tokens])
     width = scores.shape[1]
     forbidden = [(i, [token for token in row.forbidden_token_ids if token < width]) for i, row in changed]
-    _fill(scores, _cells(forbidden), -torch.inf)
+    barred = _cells(forbidden)
+    if len(barred.rows):
+        scores[barred.on(scores.device)] = -torch.inf
     return scores
 
 
@@ -95,11 +106,6 @@ def _cells(parts: Sequence[tuple[int, Sequence[int] | NDArray[np.int32]]]) -> _C
     return _Cells(rows, np.concatenate(tokens) if tokens else rows)
 
 
-def _fill(scores: Tensor, cells: _Cells, value: float) -> None:
-    if len(cells.rows):
-        scores[cells.on(scores.device)] = value
-
-
 def _mask(scores: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
     if not masks:
         return
@@ -120,21 +126,6 @@ def allowed_of(words: Tensor, width: int) -> Tensor:
     """Return which of ``width`` tokens the bits of ``words [num_rows, num_words]`` allow."""
     places = torch.arange(32, device=words.device, dtype=torch.int32)
     return (((words[:, :, None] >> places) & 1) == 1).flatten(1)[:, :width]
-
-
-def _allow(scores: Tensor, cells: _Cells) -> None:
-    if len(cells.rows):
-        places = cells.on(scores.device)
-        kept = scores[places]
-        scores[to_device(np.unique(cells.rows), scores.device)] = -torch.inf
-        scores[places] = kept
-
-
-def _add_biases(scores: Tensor, biases: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> None:
-    cells = _cells([(i, [token for token, _ in own]) for i, own in biases])
-    if len(cells.rows):
-        values = np.array([value for _, own in biases for _, value in own], dtype=np.float32)
-        scores[cells.on(scores.device)] += to_device(values, scores.device)
 
 
 def _penalize(scores: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.compute.staging import begin_copy, to_device
@@ -33,10 +33,13 @@ Any token for a row of NaN, and where none may be drawn.
 """
 
 WEIGHT_SCALE = 2.0**40
+# The number of scores processed together: on the host they stay in the caches, on a device one call has enough work.
 _MAX_ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
-"""The number of scores processed together: on the host they stay in the caches, on a device one call has enough work."""
 _LOW_BITS = 27
 _LOW_TOTAL_BITS = 29
+_DRAWN_BY = attrgetter(
+    *(f"sampling.{name}" for name in ("temperature", "min_p", "top_k", "top_p", "seed")), "position"
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def begin_sampling(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | Non
         is_number &= raw.amax(dim=-1).isfinite()  # NaN where one is
     copied = begin_copy(drawn)
     wanted = [row.sampling.logprobs for row in rows]
-    is_wanted = any(k is not None for k in wanted)
+    is_wanted = wanted.count(None) < len(wanted)
     logprobs = _begin_logprobs(raw, tokens, wanted) if is_wanted else None
     return Sampling(partial(_read, copied, logprobs, raw, scores), drawn)
 
@@ -111,7 +114,9 @@ def _read(
     if all(is_usable):
         return Samples(token_ids, [0] * len(token_ids), lists)
     num_nans = [0] * len(token_ids)
-    counts = _count_unusable(raw, scores)
+    # NaN and +infinity; a row without any allowed token counts in full.
+    num_unusable = (raw.isnan() | raw.isposinf()).sum(dim=-1)
+    counts = torch.where(scores.isneginf().all(dim=-1), raw.shape[1], num_unusable).tolist()
     for row in [row for row, has_token in enumerate(is_usable) if not has_token]:
         token_ids[row] = None
         num_nans[row] = max(1, counts[row])
@@ -122,35 +127,22 @@ def _read(
     return Samples(token_ids, num_nans, lists)
 
 
-def _best_on_host(scores: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the same as ``_best``; numpy is ten times as fast as torch."""
-    found = scores.argmax(axis=-1)
-    return found, np.isfinite(scores[np.arange(len(found)), found])
-
-
 def best_or_drawn(draw: RandomDraw, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """See Draw. Take the best token of rows with temperature 0; ``draw`` draws those of the others."""
-    tokens, is_number = _best(scores)
+    """See Draw. Rows with temperature 0 take the best token, the lowest id among equals; ``draw`` draws the others'."""
+    # NaN is best, and no number.
+    if scores.device.type == "cpu":
+        own = scores.numpy()  # numpy is ten times as fast as torch
+        found = own.argmax(axis=-1)
+        tokens = torch.from_numpy(found)
+        is_number = torch.from_numpy(np.isfinite(own[np.arange(len(found)), found]))
+    else:
+        top = scores.max(dim=-1)
+        tokens = top.indices
+        is_number = top.values.isfinite()
     random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
     if random_rows:
         tokens[to_device(np.array(random_rows), scores.device)] = draw(scores, rows, random_rows)
     return torch.stack([tokens, is_number.to(torch.int64)])
-
-
-def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the best token of each row, the lowest id among equals (NaN is best), and whether it is a number."""
-    if scores.device.type == "cpu":
-        found, is_number = _best_on_host(scores.numpy())
-        return torch.from_numpy(found), torch.from_numpy(is_number)
-    top = scores.max(dim=-1)
-    return top.indices, top.values.isfinite()
-
-
-def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
-    """Count NaN and +infinity per row; a row without any allowed token counts in full."""
-    counts = (raw.isnan() | raw.isposinf()).sum(dim=-1)
-    counts = torch.where(scores.isneginf().all(dim=-1), raw.shape[1], counts)
-    return [int(count) for count in counts.tolist()]
 
 
 def draw_by_torch(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -161,6 +153,8 @@ def draw_by_torch(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def random_by_torch(scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
     """See RandomDraw. Groups rows, whatever their parameters."""
     at_once = max(1, _MAX_ELEMENTS_AT_ONCE[scores.device.type] // scores.shape[1])
+    if len(rows) == len(places) <= at_once:  # most steps
+        return _draw(scores, rows)
     parts = [places[start : start + at_once] for start in range(0, len(places), at_once)]
     return torch.cat(
         [_draw(scores[to_device(np.array(part), scores.device)], [rows[i] for i in part]) for part in parts]
@@ -169,16 +163,16 @@ def random_by_torch(scores: Tensor, rows: Sequence[SamplingRow], places: Sequenc
 
 def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Sample a token of each row."""
-    weights = _weights(scores, [row.sampling.temperature for row in rows])
-    _keep_min_p(weights, [row.sampling.min_p for row in rows])
-    _keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
-    _keep_top_p(weights, [row.sampling.top_p for row in rows])
-    return invert(weights, scaled(to_device(_uniforms_of(rows), scores.device), weights.sum(dim=-1)))
-
-
-def _uniforms_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
-    """Return the uniform number of each row, which depends only on its seed and its position (law 6)."""
-    return uniform_bits_of([row.sampling.seed for row in rows], [row.position for row in rows])
+    temperatures, min_ps, top_ks, top_ps, seeds, positions = zip(*map(_DRAWN_BY, rows), strict=True)
+    weights = _weights(scores, temperatures)
+    if any(min_ps):  # weights below the share p of the best token's weight become 0 (arXiv:2407.01082)
+        least = to_device(np.array([round(p * WEIGHT_SCALE) for p in min_ps]), scores.device)
+        weights.masked_fill_(weights < least[:, None], 0)
+    _keep_top_k(weights, scores, top_ks)
+    _keep_top_p(weights, top_ps)
+    # Whole numbers that depend only on seed and position (law 6): on every machine, and in every batch, the same token.
+    uniforms = uniform_bits_of(seeds, positions)
+    return invert(weights, scaled(to_device(uniforms, scores.device), weights.sum(dim=-1)))
 
 
 def scaled(uniforms: Tensor, totals: Tensor) -> Tensor:
@@ -203,7 +197,7 @@ def invert(weights: Tensor, targets: Tensor) -> Tensor:
     return found[:, 0]
 
 
-def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
+def _weights(scores: Tensor, temperatures: Sequence[float]) -> Tensor:
     """Return probabilities as whole numbers, int64; the best token of a row has 2**40."""
     temperature = to_device(np.array(temperatures, dtype=np.float64), scores.device)[:, None]
     wide = scores.to(torch.float64)
@@ -211,14 +205,7 @@ def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
     return (distances.exp() * WEIGHT_SCALE).round().to(torch.int64)
 
 
-def _keep_min_p(weights: Tensor, limits: list[float]) -> None:
-    """Set weights below the share p of the best token's weight to 0, in place (arXiv:2407.01082)."""
-    if any(limits):
-        least = to_device(np.array([round(p * WEIGHT_SCALE) for p in limits]), weights.device)
-        weights.masked_fill_(weights < least[:, None], 0)
-
-
-def _keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:
+def _keep_top_k(weights: Tensor, scores: Tensor, limits: Sequence[int]) -> None:
     """Set all but the k best scores of a row to weight 0, in place; among equals the lowest ids stay."""
     asking = [i for i, k in enumerate(limits) if 0 < k < scores.shape[1]]
     if asking:
@@ -229,7 +216,7 @@ def _keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:
         weights[places] = weights[places].masked_fill(~_is_best(own, best, counts), 0)
 
 
-def _keep_top_p(weights: Tensor, limits: list[float]) -> None:
+def _keep_top_p(weights: Tensor, limits: Sequence[float]) -> None:
     """Keep the smallest set of best tokens that holds the share p of a row's weight, in place."""
     asking = [i for i, p in enumerate(limits) if p < 1.0]
     if asking:

@@ -1,16 +1,20 @@
-"""The requests that sample a token in a step, and how samples are assigned to them."""
+"""The requests that sample a token in a step, how samples are assigned to them, and log probabilities of prompts' tokens."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from torch import Tensor
 
 from engine.compute.batch import InputBatch, RequestState
 from engine.compute.inputs import IntVector, PreparedInputs
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
-from engine.sampling.sampler import Samples
+from engine.sampling.sampler import Samples, token_logprobs
+
+_MAX_ELEMENTS_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
@@ -18,13 +22,13 @@ class Drawing:
     """The sampling of a step, prepared before the step is computed; the parameters of each row are derived lazily.
 
     states: the step's requests. drawers: indices of those that sample; last: the step's token behind which each samples.
-    takes_best: each samples one token, that of the highest logit. req_id_to_index: see ModelRunnerOutput.
+    is_greedy: each samples one token, that of the highest logit. req_id_to_index: see ModelRunnerOutput.
     """
 
     states: list[RequestState]
     drawers: list[int]
     last: IntVector
-    takes_best: bool
+    is_greedy: bool
     req_id_to_index: dict[str, int]
     _batch: InputBatch
     _scheduled: SchedulerOutput
@@ -32,48 +36,43 @@ class Drawing:
     @classmethod
     def of_step(cls, batch: InputBatch, scheduled: SchedulerOutput, inputs: PreparedInputs) -> "Drawing":
         """Prepare the step: a request samples if all its tokens are computed after the step, unless it pools."""
-        states = [batch.requests[req_id] for req_id in inputs.req_ids]
-        drawers = [
-            index
-            for index, (state, length) in enumerate(zip(states, inputs.seq_lens.tolist(), strict=True))
-            if length >= state.num_tokens and state.pooling is None
-        ]
-        is_free = not scheduled.structured_output_request_ids
+        states: list[RequestState] = []
+        drawers: list[int] = []
+        is_greedy = not scheduled.structured_output_request_ids
+        req_id_to_index: dict[str, int] = {}
+        for index, (req_id, length) in enumerate(zip(inputs.req_ids, inputs.seq_lens.tolist(), strict=True)):
+            state = batch.requests[req_id]
+            states.append(state)
+            req_id_to_index[req_id] = index
+            if length >= state.num_tokens and state.pooling is None:
+                drawers.append(index)
+                is_greedy = is_greedy and state.is_greedy
         return cls(
             states=states,
             drawers=drawers,
             last=inputs.query_start_loc[1:][drawers] - 1,
-            takes_best=is_free and all(states[index].takes_best for index in drawers),
-            req_id_to_index={req_id: index for index, req_id in enumerate(inputs.req_ids)},
+            is_greedy=is_greedy,
+            req_id_to_index=req_id_to_index,
             _batch=batch,
             _scheduled=scheduled,
         )
 
     @cached_property
-    def rows(self) -> list[SamplingRow]:
-        """The rows to sample: each drawer's own, then those of its further choices."""
-        return [row for rows in self._rows_of_drawers for row in rows]
+    def rows_and_places(self) -> tuple[list[SamplingRow], IntVector | None]:
+        """The rows to sample: each drawer's own, then those of its further choices; and the index into ``last`` of each.
 
-    @cached_property
-    def places(self) -> IntVector | None:
-        """The index into ``last`` of each of the ``rows``; None if every drawer has one row."""
-        counts = [len(rows) for rows in self._rows_of_drawers]
-        if max(counts, default=1) == 1:
-            return None
-        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-
-    @property
-    def owners(self) -> list[int]:
-        """The index of the request of each row."""
-        if self.takes_best or self.places is None:
-            return self.drawers
-        pairs = zip(self.drawers, self._rows_of_drawers, strict=True)
-        return [index for index, rows in pairs for _ in rows]
-
-    @cached_property
-    def _rows_of_drawers(self) -> list[list[SamplingRow]]:
-        names = [self.states[index].req_id for index in self.drawers]
-        return [self._batch.sampling_rows(name, self._scheduled.bitmask_of(name)) for name in names]
+        The indices are None if every drawer has one row.
+        """
+        rows: list[SamplingRow] = []
+        counts: list[int] = []
+        for index in self.drawers:
+            req_id = self.states[index].req_id
+            own = self._batch.sampling_rows(req_id, self._scheduled.bitmask_of(req_id))
+            rows += own
+            counts.append(len(own))
+        if len(rows) == len(counts):
+            return rows, None
+        return rows, np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
     def spread(self, samples: Samples) -> ModelRunnerOutput:
         """Assign the samples of rows to their requests."""
@@ -83,7 +82,9 @@ class Drawing:
         )
         nans = dict[str, int]()
         others = defaultdict[str, list[int]](list)
-        for row, owner in enumerate(self.owners):
+        places = None if self.is_greedy else self.rows_and_places[1]
+        owners = self.drawers if places is None else np.take(self.drawers, places).tolist()
+        for row, owner in enumerate(owners):
             if firsts[owner] is not None:
                 others[self.states[owner].req_id].append(row)
                 continue
@@ -95,14 +96,11 @@ class Drawing:
                 nans[self.states[owner].req_id] = samples.num_nans[row]
         output.logprobs = _rows_of(samples.logprobs, firsts)
         output.num_nans_in_logits = nans or None
-        output.other_choices = {req_id: _others(rows, samples) for req_id, rows in others.items()}
+        for req_id, further in others.items():
+            # Their logits are the first row's, so they have a token if it has one.
+            token_ids = [token for row in further if (token := samples.token_ids[row]) is not None]
+            output.other_choices[req_id] = OtherChoices(token_ids, _rows_of(samples.logprobs, list(further)))
         return output
-
-
-def _others(rows: list[int], samples: Samples) -> OtherChoices:
-    """Collect the tokens of further choices; their logits are the first row's, so they have a token if it has one."""
-    token_ids = [token for row in rows if (token := samples.token_ids[row]) is not None]
-    return OtherChoices(token_ids, _rows_of(samples.logprobs, list(rows)))
 
 
 def _rows_of(logprobs: LogprobsLists | None, rows: list[int] | list[int | None]) -> LogprobsLists | None:
@@ -114,3 +112,52 @@ def _rows_of(logprobs: LogprobsLists | None, rows: list[int] | list[int | None])
         [[] if row is None else logprobs.logprobs[row] for row in rows],
         [0 if row is None else logprobs.sampled_token_ranks[row] for row in rows],
     )
+
+
+class PromptLogprobs:
+    """The log probabilities of a step's prompt tokens, for the requests that require them.
+
+    logits: computes the logits of some rows of a step's hidden states; every rank calls it alike. makes_lists: True on
+    the rank that returns log probabilities; the others return empty lists.
+    """
+
+    def __init__(
+        self, logits: Callable[[Tensor, IntVector], Tensor], vocab_size: int, *, makes_lists: bool
+    ) -> None:
+        self._logits = logits
+        self._makes_lists = makes_lists
+        self._rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // vocab_size)
+
+    def of_step(
+        self, batch: InputBatch, inputs: PreparedInputs, states: list[RequestState], hidden: Tensor
+    ) -> dict[str, LogprobsLists]:
+        """Return by request a row for each prompt token that follows a token of this step.
+
+        states: the step's requests. hidden: the final states ``[num_tokens, hidden_size]`` of the step.
+        """
+        found = {}
+        for index, state in enumerate(states):
+            num_alternatives = state.sampling.prompt_logprobs
+            if num_alternatives is None:
+                continue
+            start = int(inputs.num_computed_tokens[index])
+            num_rows = min(int(inputs.seq_lens[index]), state.num_prompt_tokens - 1) - start
+            if num_rows > 0:
+                rows = np.arange(num_rows, dtype=np.int32) + inputs.query_start_loc[index]
+                targets = batch.known_tokens(state.req_id)[start + 1 : start + 1 + num_rows]
+                found[state.req_id] = self._lists(hidden, rows, targets.tolist(), num_alternatives)
+        return found
+
+    def _lists(
+        self, hidden: Tensor, rows: IntVector, targets: list[int], num_alternatives: int
+    ) -> LogprobsLists:
+        lists = LogprobsLists([], [], [])
+        for start in range(0, len(rows), self._rows_at_once):
+            part = slice(start, start + self._rows_at_once)
+            logits = self._logits(hidden, rows[part])
+            if self._makes_lists:
+                piece = token_logprobs(logits, targets[part], [num_alternatives] * len(logits))
+                lists.logprob_token_ids.extend(piece.logprob_token_ids)
+                lists.logprobs.extend(piece.logprobs)
+                lists.sampled_token_ranks.extend(piece.sampled_token_ranks)
+        return lists

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.triton_sizes import power_of_two
 from engine.compute.staging import to_device
 from engine.sampling import triton_choosing, triton_kernels, triton_search
 from engine.sampling.logits_processors import SamplingRow
@@ -84,7 +85,8 @@ def launch(scores: Tensor, settings: Tensor, is_bounded: bool) -> Launched:
     device = scores.device
     num_rows = settings.shape[1]
     size = scores.shape[1]
-    tile = _tile_of(num_rows)
+    # Few rows are surveyed in more parts, so that all multiprocessors have some.
+    tile = 1024 if num_rows <= 4 else 2048 if num_rows <= 16 else SURVEY_TILE
     num_tiles = -(-size // tile)
     length = 2 * tile
     num_parts = -(-size // length)
@@ -104,7 +106,7 @@ def launch(scores: Tensor, settings: Tensor, is_bounded: bool) -> Launched:
     )  # fmt: skip
     triton_kernels.plan_kernel[(num_rows,)](
         settings, *highest, counts, plans, modes, size, num_tiles, num_rows,
-        **bounds, **bins, room=ROOM, parts=_power_of_two(num_tiles), num_warps=NUM_WARPS,
+        **bounds, **bins, room=ROOM, parts=power_of_two(num_tiles), num_warps=NUM_WARPS,
     )  # fmt: skip
     triton_kernels.gather_kernel[(num_parts, num_rows)](
         scores, settings, plans, modes, part_sums, listed, stride, size, num_rows,
@@ -112,7 +114,7 @@ def launch(scores: Tensor, settings: Tensor, is_bounded: bool) -> Launched:
     )  # fmt: skip
     triton_choosing.choose_kernel[(num_rows,)](
         scores, settings, plans, modes, part_sums, listed, tokens, stride, size, num_parts, num_rows,
-        **bounds, room=ROOM, parts=_power_of_two(num_parts), length=length, tile=CHOOSING_TILE,
+        **bounds, room=ROOM, parts=power_of_two(num_parts), length=length, tile=CHOOSING_TILE,
         num_warps=CHOOSING_WARPS, maxnreg=CHOOSING_REGISTERS,
     )  # fmt: skip
     if is_bounded:
@@ -121,12 +123,3 @@ def launch(scores: Tensor, settings: Tensor, is_bounded: bool) -> Launched:
             scale=SCALE, tile=CHOOSING_TILE, num_warps=SEARCHING_WARPS,
         )  # fmt: skip
     return Launched(tokens, modes)
-
-
-def _tile_of(num_rows: int) -> int:
-    """Return how many tokens of a row are surveyed together: few rows have more parts, for all multiprocessors."""
-    return 1024 if num_rows <= 4 else 2048 if num_rows <= 16 else SURVEY_TILE
-
-
-def _power_of_two(number: int) -> int:
-    return max(16, 1 << (number - 1).bit_length())

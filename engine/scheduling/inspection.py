@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Any
 
-from engine.scheduling.remote.kv_sender import lease_holder
-from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.remote_kv import lease_holder
+from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -15,29 +15,45 @@ def debug_state(scheduler: Scheduler) -> dict[str, Any]:
     return {
         "blocks": scheduler.pool.count_by_state(),
         "holders": scheduler.pool.holders(),
-        "leases": sorted(scheduler.remote_kv.leases),
+        "leases": sorted(scheduler.remote_kv.sender.leases),
         "requests": dict(by_status),
         "connector": connector.debug_state() if connector is not None else {},
     }
 
 
 def counters(scheduler: Scheduler) -> dict[str, float]:
-    """Return all counters since the start, name → value, including the connector's."""
-    connector = scheduler.get_kv_connector()
-    prefix = scheduler.totals.prefix_cache
-    num_running, num_waiting = scheduler.load.get_request_counts()
+    """Return all counters since the start, name → value, including the connector's.
+
+    The names are those of ``serving.metric_names.WORKER_METRICS``.
+    """
+    totals = scheduler.totals
+    stats = scheduler.load.make_stats()
     states = scheduler.pool.count_by_state().items()
-    receiver = scheduler.remote_kv.receiver
+    of_transfers: dict[str, float] = {}
+    if (connector := scheduler.get_kv_connector()) is not None:
+        num_needed = scheduler.remote_kv.receiver.num_needed_blocks
+        of_transfers = {"transfer_needed_blocks_total": num_needed, **connector.counters()}
     return {
-        **scheduler.totals.as_counters(),
-        "num_requests_running": num_running,
-        "num_requests_waiting": num_waiting,
-        "kv_cache_usage_perc": scheduler.pool.usage,
+        "requests_total": totals.num_requests,
+        "requests_finished_total": totals.num_finished,
+        "requests_failed_total": totals.num_failed,
+        "requests_ignored_total": totals.num_ignored,
+        "requests_corrupted_total": totals.num_corrupted,
+        "num_preemptions_total": totals.num_preemptions,
+        "steps_total": totals.num_steps,
+        "dummy_steps_total": totals.num_dummy_steps,
+        "prompt_tokens_total": totals.num_prefill_tokens,
+        "cached_tokens_total": totals.num_cached_tokens,
+        "received_tokens_total": totals.num_received_tokens,
+        "generation_tokens_total": totals.num_generated_tokens,
+        "step_held_seconds_total": totals.held_seconds,
+        "num_requests_running": stats.num_running_reqs,
+        "num_requests_waiting": stats.num_waiting_reqs,
+        "kv_cache_usage_perc": stats.kv_cache_usage,
         **{f"num_blocks{{state={state}}}": count for state, count in states},
-        "prefix_cache_queries_total": prefix.queries,
-        "prefix_cache_hits_total": prefix.hits,
-        **({"transfer_needed_blocks_total": receiver.num_needed_blocks} if receiver else {}),
-        **(connector.counters() if connector is not None else {}),
+        "prefix_cache_queries_total": totals.prefix_cache.queries,
+        "prefix_cache_hits_total": totals.prefix_cache.hits,
+        **of_transfers,
     }
 
 
@@ -49,15 +65,15 @@ def check_integrity(scheduler: Scheduler) -> None:
     pool.check_integrity()
     live.index.check_integrity()
     assert sorted(live.index.keys) == sorted(scheduler.requests)
-    assert set(pool.holders()) <= {*scheduler.requests, *map(lease_holder, scheduler.remote_kv.leases)}
+    assert set(pool.holders()) <= {*scheduler.requests, *map(lease_holder, scheduler.remote_kv.sender.leases)}
     all_queues = (queues.running, queues.waiting, queues.arrived)
     queued = [request.key for queue in all_queues for request in queue]
     assert sorted([*queued, *scheduler.waits.keys]) == sorted(scheduler.requests)
     scheduler.waits.check_integrity(scheduler.requests)
-    assert all(request.status is RequestStatus.RUNNING for request in queues.running)
+    assert all(request.status is RequestStatus.RUNNING for request in queues.running.requests)
     for queue in all_queues:
         assert list(queue) == sorted(queue, key=lambda request: request.precedence)
-    for request in queues.waiting:
+    for request in queues.waiting.requests:
         assert pool.num_blocks_of(request.key) == request.num_computed_tokens == 0
-    for request in [*queues.running, *queues.arrived]:
+    for request in [*queues.running.requests, *queues.arrived.requests]:
         assert pool.num_blocks_of(request.key) * pool.block_size >= request.num_computed_tokens

@@ -1,13 +1,43 @@
-"""Questions about the work of a scheduler. None of them changes anything."""
+"""Questions about the work of a scheduler, which change nothing, and moving averages of how long its steps take."""
 
+from engine.outputs import SchedulerOutput
 from engine.scheduling.batch.batching import Batcher
-from engine.scheduling.batch.step_times import StepTimes
 from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.live_requests import LiveRequests
-from engine.scheduling.remote.remote_kv import RemoteKV
+from engine.scheduling.remote_kv import RemoteKV
 from engine.scheduling.requests.queues import BatchQueues
 from engine.scheduling.stats import SchedulerStats, Totals
 from engine.scheduling.waits.waits import Waits
+
+# Weight of the newest step; the last 20 steps dominate.
+_WEIGHT = 0.05
+
+
+class StepTimes:
+    """Averages steps that compute prompts, and steps that only continue answers. Steps without tokens do not count.
+
+    seconds: mean length of a step that only continues answers; None before the first one. prefill_seconds_per_token: seconds
+    of steps that compute prompts, divided by the tokens of these steps; None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.prefill_seconds_per_token: float | None = None
+        self._prompt_seconds = 0.0
+        self._prompt_tokens = 0.0
+
+    def note(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        """Record a step."""
+        num_tokens = scheduled.total_num_scheduled_tokens
+        # More than one token for each request: prompts are among them.
+        if num_tokens > len(scheduled.num_scheduled_tokens):
+            self._prompt_seconds += _WEIGHT * (seconds - self._prompt_seconds)
+            self._prompt_tokens += _WEIGHT * (num_tokens - self._prompt_tokens)
+            self.prefill_seconds_per_token = self._prompt_seconds / self._prompt_tokens
+        elif num_tokens:
+            self.seconds = (
+                seconds if self.seconds is None else self.seconds + _WEIGHT * (seconds - self.seconds)
+            )
 
 
 class Load:
@@ -34,13 +64,15 @@ class Load:
 
     def needs_step(self) -> bool:
         """Return False while all requests wait for events, blocks or deadlines, so that a step would change nothing."""
-        return bool(self._queues.running) or self.has_changes()
+        return bool(self._queues.running.requests) or self.has_changes()
 
     def has_changes(self) -> bool:
         """Return whether something has happened since the last step was decided."""
         live = self._live
-        is_changed = live.has_changes or live.finished_req_ids or live.outbox or self._waits.has_pending
-        return bool(is_changed) or self._remote_kv.has_work
+        is_changed = (
+            live.has_changes or live.finished_req_ids or live.outbox.outputs or self._waits.has_pending
+        )
+        return bool(is_changed) or self._remote_kv.connector.has_work()
 
     def may_run_ahead(self) -> bool:
         """Return whether nothing has happened that the next step must consider.
@@ -48,14 +80,22 @@ class Load:
         Requests that have finished only make room, which matters if another one waits for it.
         """
         live = self._live
-        if live.outbox or self._waits.has_pending or self._remote_kv.has_work:
+        if live.outbox.outputs or self._waits.has_pending or self._remote_kv.connector.has_work():
             return False
-        is_awaited = self._queues.waiting or self._queues.arrived or self._remote_kv.unserved
+        # Only a request that waits can use the room of those that have finished.
+        is_awaited = (
+            self._queues.waiting.requests
+            or self._queues.arrived.requests
+            or self._remote_kv.receiver.unserved
+        )
         return not (is_awaited and (live.has_changes or live.finished_req_ids))
 
-    def has_answers_only(self) -> bool:
+    def is_decode_only(self) -> bool:
         """Return whether the next step holds answers, and no prompt waits."""
-        return bool(self._queues.running or self._queues.arrived) and not self._queues.waiting
+        return (
+            bool(self._queues.running.requests or self._queues.arrived.requests)
+            and not self._queues.waiting.requests
+        )
 
     def has_room(self) -> bool:
         """Return whether another request could run."""
@@ -66,48 +106,27 @@ class Load:
         queues = self._queues
         return self._batcher.fair_steps.seconds_to_pause(queues.running, queues.arrived, queues.waiting)
 
-    def next_deadline(self) -> float | None:
-        """Return when, on the clock, a step is needed even if nothing happens before."""
-        return self._live.deadlines.next()
-
     # Counts.
-
-    def get_num_unfinished_requests(self) -> int:
-        """Return how many requests have not finished."""
-        return len(self._live.by_key)
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether a request has not finished."""
-        return bool(self._live.by_key)
 
     def is_free(self) -> bool:
         """Return whether no request is live, no output waits, and no KV is lent to other engines."""
-        return not (self._live.by_key or self._live.outbox or self._remote_kv.leases)
-
-    def has_finished_requests(self) -> bool:
-        """Return whether the runner still keeps a request that has finished."""
-        return bool(self._live.finished_req_ids)
+        return not (self._live.by_key or self._live.outbox.outputs or self._remote_kv.sender.leases)
 
     def has_requests(self) -> bool:
         """Return whether a request has not finished, or the runner still keeps one that has."""
-        return self.has_unfinished_requests() or self.has_finished_requests()
-
-    def get_request_counts(self) -> tuple[int, int]:
-        """Return (running, waiting); a request that waits for KV from another worker counts as waiting."""
-        num_running = len(self._queues.running)
-        return num_running, self.get_num_unfinished_requests() - num_running
+        return bool(self._live.by_key or self._live.finished_req_ids)
 
     def make_stats(self) -> SchedulerStats:
-        """Return a snapshot of the scheduler's state."""
-        running, waiting = self.get_request_counts()
+        """Return a snapshot of the scheduler's state; a request that waits for KV from another worker counts as waiting."""
+        num_running = len(self._queues.running.requests)
         return SchedulerStats(
-            num_running_reqs=running,
-            num_waiting_reqs=waiting,
+            num_running_reqs=num_running,
+            num_waiting_reqs=len(self._live.by_key) - num_running,
             kv_cache_usage=self._pool.usage,
             num_queued_prompt_tokens=self._queues.num_queued_prompt_tokens(),
             num_free_blocks=self._pool.num_free_blocks,
-            num_leases=len(self._remote_kv.leases),
-            num_fetches=self._remote_kv.num_fetches,
+            num_leases=len(self._remote_kv.sender.leases),
+            num_fetches=len(self._remote_kv.receiver.waiting),
             prefill_seconds_per_token=self.step_times.prefill_seconds_per_token,
             step_seconds=self.step_times.seconds,
             prefix_cache_stats=self._totals.prefix_cache,

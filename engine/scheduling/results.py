@@ -1,29 +1,41 @@
-"""The effect of a step, or of KV that has arrived, on a request: its tokens are sent, its choices separate, it finishes."""
+"""The effect of a step, or of KV that has arrived, on a request: its tokens are sent, its choices separate, it finishes.
+
+The KV of a prompt with several choices is computed, or received, once, and each choice continues from there. Full blocks are
+shared, since no request writes them any more. The last one, if it is not full, is copied for each choice but the first
+before the next forward pass, which writes it.
+"""
 
 from collections.abc import Callable, Sequence
 
 from contract.errors import ErrorKind, TransferError
 from contract.outputs import TokenLogprobs
-from engine.connector import FirstToken
+from engine.connector import FirstToken, Received
 from engine.outputs import ModelRunnerOutput
-from engine.scheduling.blocks.block_pool import BlockPool
-from engine.scheduling.live_requests import LiveRequests
-from engine.scheduling.remote.kv_receiver import check_first_tokens
-from engine.scheduling.remote.remote_kv import RemoteKV
-from engine.scheduling.requests.finish import HANDED_OVER, Finish
-from engine.scheduling.requests.forking import Forking, choices_of
-from engine.scheduling.requests.grammar_matching import advance_matcher
-from engine.scheduling.requests.limits import Limits
+from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.live_requests import Limits, LiveRequests
+from engine.scheduling.remote_kv import RemoteKV
+from engine.scheduling.requests.finish import ABORTED, HANDED_OVER, Finish, RequestStatus
 from engine.scheduling.requests.queues import BatchQueues
 from engine.scheduling.requests.request import Request
-from engine.scheduling.requests.status import RequestStatus
 from engine.scheduling.requests.stopping import finish_after
 from engine.scheduling.requests.token_logprobs import first_tokens, logprobs_in_row
 from engine.scheduling.stats import Totals
 
 
+def choices_of(request: Request) -> list[Request]:
+    """Return the request, which continues as its first choice, and a fork for each other one."""
+    return [request, *map(request.fork, request.engine_request.choices[1:])]
+
+
+def _finish_of_dismissed(choice: Request, first: Request) -> Finish | None:
+    return ABORTED if choice.engine_request.choice in first.dismissed else None
+
+
 class Results:
-    """Applies what was computed, or received, to the requests."""
+    """Applies what was computed, or received, to the requests.
+
+    block_copies: (from, to) of blocks that the runner must copy before it computes anything else; they are not ordered yet.
+    """
 
     def __init__(
         self,
@@ -35,7 +47,7 @@ class Results:
         limits: Limits,
         clock: Callable[[], float],
     ) -> None:
-        self.forking = Forking(pool, queues, live.index, live.outbox)
+        self.block_copies: list[tuple[int, int]] = []
         self._live = live
         self._pool = pool
         self._queues = queues
@@ -49,7 +61,7 @@ class Results:
         received = request.received
         assert received is not None, "nothing has arrived"
         try:
-            tokens = check_first_tokens(received, request.asked.num_choices, self._limits.vocab_size)
+            tokens = check_first_tokens(received, request.engine_request.num_choices, self._limits.vocab_size)
         except TransferError as error:
             self._live.finish(request, Finish.by(error))
             return
@@ -59,7 +71,9 @@ class Results:
         self._totals.num_received_tokens += request.num_prompt_tokens - request.num_cached_tokens
         self._index_computed(request)
         self._live.has_changes = True
-        finishes = [self._finish_after(one, one.answer_length - 1) for one in choices]
+        max_length = self._limits.max_length
+        # The token is the sender's: this engine's first one, number ``first_index``, comes behind it.
+        finishes = [finish_after(one, one.answer_length - 1, max_length) for one in choices]
         if finish := self._separate(choices, finishes):
             self._live.finish(request, finish)
         else:
@@ -71,11 +85,14 @@ class Results:
         sampled = output.sampled_token_ids[row]
         pooled = output.pooler_output[row] if output.pooler_output else None
         is_corrupt = (output.num_nans_in_logits or {}).get(request.key, 0) > 0
+        # A token is due as soon as all known ones are computed; without one the answer would never go on.
         if is_corrupt or (not sampled and not pooled and num_tokens == request.num_missing_tokens):
             self._finish_corrupted(request, is_corrupt)
             return
-        if request.num_computed_tokens < request.num_prompt_tokens:
-            self._count_prompt(request, num_tokens)
+        if (num_prompt_left := request.num_prompt_tokens - request.num_computed_tokens) > 0:
+            self._totals.num_prefill_tokens += min(num_tokens, num_prompt_left)
+            if num_prompt_left <= num_tokens:
+                request.milestones.prefilled = self._clock()
         request.num_computed_tokens += num_tokens
         self._index_computed(request)
         if output.prompt_logprobs_dict:
@@ -84,19 +101,13 @@ class Results:
             self._live.finish(request, Finish(RequestStatus.FINISHED_STOPPED), pooled=pooled)
         if not sampled:
             return
-        alternatives = request.asked.sampling.logprobs
-        if request.is_sending or request.asked.num_choices > 1:
+        alternatives = request.engine_request.sampling.logprobs
+        if request.is_sending or request.engine_request.num_choices > 1:
             self._apply_first_tokens(request, first_tokens(output, request.key, sampled[0], alternatives))
         else:
             request.append_token(sampled[0])
-            finish = self._finish_after(request, request.answer_length)
+            finish = finish_after(request, request.answer_length, self._limits.max_length)
             self._emit(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives), finish)
-
-    def _count_prompt(self, request: Request, num_tokens: int) -> None:
-        num_prompt_left = request.num_prompt_tokens - request.num_computed_tokens
-        self._totals.num_prefill_tokens += min(num_tokens, num_prompt_left)
-        if num_prompt_left <= num_tokens:
-            request.milestones.prefilled = self._clock()
 
     def _index_computed(self, request: Request) -> None:
         """Let other requests find all full blocks that are computed (law 1)."""
@@ -111,9 +122,11 @@ class Results:
         choices = choices_of(request)
         for choice, token in zip(choices, sampled, strict=True):
             choice.append_token(token.token_id)
-        finishes = [self._finish_after(one, one.answer_length) for one in choices]
+        max_length = self._limits.max_length
+        finishes = [finish_after(one, one.answer_length, max_length) for one in choices]
+        # If every choice ends with its first token, the receiver is not needed: the transfer is abandoned by their finish.
         if request.is_sending and None in finishes:
-            self._remote_kv.finish(request, sampled)
+            self._remote_kv.sender.finish(request, sampled)
             finishes = [finish or HANDED_OVER for finish in finishes]
         finish = self._separate(choices, finishes, sampled)
         logprobs = sampled[0].logprobs
@@ -122,11 +135,48 @@ class Results:
     def _separate(
         self, choices: list[Request], finishes: list[Finish | None], sampled: Sequence[FirstToken] = ()
     ) -> Finish | None:
-        """Separate the choices of a prompt; return how the first one finishes."""
-        finish, forks = self.forking.separate(choices, finishes, sampled)
-        for fork in forks:
+        """Separate the choices of a prompt, which have their first tokens; forks finish, or are queued.
+
+        sampled: the first tokens, if they were sampled here, to be sent for the forks. The first choice, which has the
+        prompt in its blocks, stands for itself from now on. Returns how that one finishes.
+        """
+        first, *forks = choices
+        running = []
+        for place, fork in enumerate(forks, 1):
+            finish = finishes[place] or _finish_of_dismissed(fork, first)
+            if sampled:
+                own = sampled[place]
+                logprobs = [own.logprobs] if own.logprobs else None
+                self._live.outbox.add(fork, [own.token_id], finish, logprobs)
+            elif finish:
+                self._live.outbox.add(fork, [], finish)
+            if finish is None:
+                self._queue_fork(fork, first)
+                running.append(fork)
+        if forks:
+            self._live.index.discard(first.key)
+            first.engine_request = first.engine_request.of_choice(first.engine_request.choice)
+            self._live.index.add(first.engine_request, first.dismissed)
+        for fork in running:
             self._live.register(fork)
-        return finish
+        return finishes[0] or _finish_of_dismissed(first, first)
+
+    def _queue_fork(self, fork: Request, first: Request) -> None:
+        """Allocate the fork's blocks and queue it. If too few are free, it is recomputed later, as after a preemption."""
+        size = self._pool.block_size
+        table = self._pool.table_of(first.key)
+        num_full, num_rest = divmod(fork.num_computed_tokens, size)
+        shared = table[:num_full]
+        num_new = blocks_needed(fork.num_tokens, size) - num_full
+        if not self._pool.can_allocate(num_new + self._queues.num_promised_blocks(self._pool), shared):
+            fork.lose_blocks()
+            self._queues.waiting.add(fork)
+            return
+        own = self._pool.allocate(fork.key, num_new, shared)
+        fork.num_indexed_blocks = first.num_indexed_blocks
+        if num_rest:
+            self.block_copies.append((table[num_full], own[num_full]))
+        self._queues.arrived.add(fork)
 
     def _emit(
         self, request: Request, token: int, logprobs: list[TokenLogprobs] | None, finish: Finish | None
@@ -135,12 +185,6 @@ class Results:
             self._live.outbox.add(request, [token], None, logprobs)
         else:
             self._live.finish(request, finish, [token], logprobs)
-
-    def _finish_after(self, request: Request, index: int) -> Finish | None:
-        """Return how the newest token, number ``index`` of the answer, ends it. If it does not, advance its matcher."""
-        finish = finish_after(request, index, self._limits.max_length)
-        matcher = request.structured_output_request
-        return finish if finish is not None or matcher is None else advance_matcher(request, matcher)
 
     def _finish_corrupted(self, request: Request, has_nans: bool) -> None:
         """Finish a request whose results are NaN, or missing: its KV is not reused."""
@@ -154,3 +198,17 @@ class Results:
         self._pool.forget_content(request.key)
         self._totals.num_corrupted += 1
         self._live.finish(request, Finish.with_error(ErrorKind.INTERNAL, message))
+
+
+def check_first_tokens(received: Received, num_choices: int, vocab_size: int) -> list[int]:
+    """Return the first token of each choice. Raises TransferError for what no correct sender sends."""
+    tokens = [first.token_id for first in received.first_tokens]
+    if len(tokens) != num_choices:
+        raise TransferError(
+            f"the transfer came with {len(tokens)} first tokens; the request needs {num_choices}"
+        )
+    if bad := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise TransferError(
+            f"the transfer came with token id {bad[0]}; the vocabulary has 0..{vocab_size - 1}"
+        )
+    return tokens

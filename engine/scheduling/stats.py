@@ -49,6 +49,7 @@ class Totals(msgspec.Struct, kw_only=True):
     num_prefill_tokens: tokens of prompts computed here. num_cached_tokens: tokens of prompts found in the cache.
     num_received_tokens: tokens of prompts whose KV was fetched. num_generated_tokens: tokens emitted.
     num_ignored: failed ones that could never run here (FINISHED_IGNORED).
+    num_dummy_steps: empty forward passes for the other ranks of a data-parallel group.
     held_seconds: the time by which steps were delayed, or restarted, so that requests could join them.
     """
 
@@ -59,26 +60,10 @@ class Totals(msgspec.Struct, kw_only=True):
     num_corrupted: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_dummy_steps: int = 0
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
     num_received_tokens: int = 0
     num_generated_tokens: int = 0
     held_seconds: float = 0.0
     prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
-
-    def as_counters(self) -> dict[str, float]:
-        """Return name → value, with the names of ``serving.metric_names.WORKER_METRICS``."""
-        return {
-            "requests_total": self.num_requests,
-            "requests_finished_total": self.num_finished,
-            "requests_failed_total": self.num_failed,
-            "requests_ignored_total": self.num_ignored,
-            "requests_corrupted_total": self.num_corrupted,
-            "num_preemptions_total": self.num_preemptions,
-            "steps_total": self.num_steps,
-            "prompt_tokens_total": self.num_prefill_tokens,
-            "cached_tokens_total": self.num_cached_tokens,
-            "received_tokens_total": self.num_received_tokens,
-            "generation_tokens_total": self.num_generated_tokens,
-            "step_held_seconds_total": self.held_seconds,
-        }

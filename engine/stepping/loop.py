@@ -1,27 +1,119 @@
 """The loop around an engine core: process messages, start a step when its gate allows it, send the outputs.
 
 The same loop runs in a thread beside its client and in a process of its own; only the other end of the queue and ``emit``
-differ.
+differ. ``Dispatcher`` has the effect of each message.
 """
 
 import logging
+from collections import deque
+from collections.abc import Callable
 from queue import Empty
+from typing import Literal
 
+from contract.errors import ErrorKind, KvbatonError
 from contract.outputs import EngineOutput
 from engine.core import EngineCore
-from engine.hosting.messages import AddRequest, Health, StepOutputs, ToEngine
+from engine.hosting.messages import (
+    Abort,
+    AbortRequest,
+    AddRequest,
+    Call,
+    CallResult,
+    FromEngine,
+    Health,
+    Ping,
+    Prepare,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    UntilFree,
+)
 from engine.hosting.watching import STEP_LOOP
+from engine.mailbox import Mailbox
 from engine.scheduling.stats import SchedulerStats
-from engine.stepping.dispatch import Dispatcher, Emit, Inbox
 
 logger = logging.getLogger(__name__)
 
+WAKE: Literal["wake"] = "wake"
+Item = ToEngine | Literal["wake"] | Exception | Callable[[], None]
+"""A message, from any thread. WAKE: the connector has events. Exception: the input itself is broken. Functions: see Put."""
+Inbox = Mailbox[Item]
+Put = Callable[[Callable[[], None]], None]
+"""Has the loop call a function between two steps, and wakes it. From any thread."""
+Emit = Callable[[FromEngine], None]
 SETTLED_SECONDS = 0.5
 """Idle time after which a state is reported that differs from the last report: leases end without a step's outputs."""
 
 
+class Dispatcher:
+    """Applies messages to a core, between steps.
+
+    is_stopping: Shutdown was received. num_dispatched: counts messages, as a sign of life.
+    """
+
+    def __init__(self, core: EngineCore, emit: Emit) -> None:
+        self.is_stopping = False
+        self.num_dispatched = 0
+        self._core = core
+        self._emit = emit
+        self._waits_until_free: list[int] = []
+        # Calls whose preparation is over; any thread appends to it, and wakes the loop.
+        self._prepared: deque[int] = deque()
+
+    def dispatch(self, item: Item) -> None:
+        """Apply one message. Raises an exception that is sent as one."""
+        self.num_dispatched += 1
+        while self._prepared:
+            self._emit(CallResult(self._prepared.popleft()))
+        match item:
+            case AddRequest(request):
+                self._core.add_request(request)
+            case Abort(keys):
+                self._core.abort(keys)
+            case AbortRequest(request_id, attempt, choice):
+                self._core.scheduler.abort_request(request_id, attempt, choice)
+            case Call() | Prepare():
+                self._carry_out(item)
+            case UntilFree(call_id):
+                self._waits_until_free.append(call_id)
+            case Ping():
+                pass  # it has been counted
+            case Shutdown():
+                self.is_stopping = True
+            case Exception():
+                raise item
+            case _:
+                self._core.request_step() if item == WAKE else item()
+
+    def answer_until_free(self) -> None:
+        """Answer every ``UntilFree`` if the core holds nothing for others. To be called when all outputs are sent."""
+        if self._waits_until_free and self._core.scheduler.load.is_free():
+            waits = self._waits_until_free
+            self._waits_until_free = []
+            for call_id in waits:
+                self._emit(CallResult(call_id))
+
+    def _carry_out(self, call: Call | Prepare) -> None:
+        """Answer a call, at once or when a preparation is over."""
+        try:
+            if isinstance(call, Prepare):
+                self._core.prepare(call.request, lambda: self._prepared.append(call.call_id))
+                return
+            result = CallResult(call.call_id, self._core.call(call.method, call.args))
+        except KvbatonError as error:
+            result = CallResult(call.call_id, None, error.kind.value, error.message)
+        # What a caller of a utility gets wrong, or a check of integrity finds, must not end the engine.
+        except (AssertionError, TypeError) as error:
+            name = call.method if isinstance(call, Call) else "prepare"
+            logger.exception("utility %s failed", name)
+            result = CallResult(call.call_id, None, ErrorKind.INTERNAL.value, f"{name}: {error!r}")
+        self._emit(result)
+
+
 class StepLoop:
     """Joins a core with its input and output. ``run`` returns after Shutdown, and raises what a step raises.
+
+    At Shutdown every request is aborted; the loop may go on for a while for engines that step together with this one.
 
     idle_seconds: how long an idle engine waits for input before it reports its health; less if its state has changed.
     """
@@ -34,14 +126,24 @@ class StepLoop:
         self._dispatcher = Dispatcher(core, emit)
         self._num_steps = 0
         self._reported: SchedulerStats | None = None
+        # Outputs of the last step: sent while the next one is computed, or before the loop waits.
         self._unsent: dict[int, list[EngineOutput]] = {}
-        """Outputs of the last step: sent while the next one is computed, or before the loop waits."""
 
     def run(self) -> None:
         """Run steps until Shutdown. A step may start before the results of the one before are processed."""
         try:
             while self._core.step_in_flight or self._wait_for_start():
-                self._step()
+                self._unsent = self._core.step(self._send, lambda: not self._inbox.num_waiting)
+                self._num_steps += 1
+            if not self._core.gate.may_end():
+                # Every request is aborted; other engines may still need this one's part in their steps.
+                self._send()
+                send_outputs(self._core, self._core.scheduler.shutdown(), self._emit)
+            while not self._core.gate.may_end():
+                if self._core.seconds_to_start() == 0:
+                    self._core.step()
+                else:
+                    self._wait(self._idle_seconds)
         finally:
             self._send()
 
@@ -70,30 +172,23 @@ class StepLoop:
                 return True
         return False
 
-    def _step(self) -> None:
-        self._unsent = self._core.step(self._send, self._is_quiet)
-        self._num_steps += 1
-
-    def _is_quiet(self) -> bool:
-        return not self._inbox.num_waiting
-
     def _send(self) -> None:
         unsent = self._unsent
-        self._unsent = {}
+        self._unsent = {}  # before it is sent: a failure while sending must not send it twice
         send_outputs(self._core, unsent, self._emit)
 
     def _process_all(self) -> None:
         """Process all messages that are there. If they leave an urgent output, send everything until now."""
         while self._inbox.num_waiting:
             self._dispatcher.dispatch(self._inbox.get())
-        if urgent := self._core.take_urgent():
+        if urgent := self._core.flush_urgent():
             self._send()
             send_outputs(self._core, urgent, self._emit)
 
     def _wait(self, seconds: float) -> bool:
         """Process the messages that come within ``seconds``, all that are there with the first; return whether any came."""
         self._send()
-        self._dispatcher.answer_until_free()
+        self._dispatcher.answer_until_free()  # behind the outputs, as it promises
         try:
             self._dispatcher.dispatch(self._inbox.get(seconds))
         except Empty:
@@ -108,7 +203,7 @@ class StepLoop:
         until_report = min(SETTLED_SECONDS, self._idle_seconds) if has_changed else self._idle_seconds
         if until_deadline is not None and until_deadline < until_report:
             if not self._wait(until_deadline):
-                self._core.request_step()
+                self._core.request_step()  # no event announces that a deadline has passed
         elif not self._wait(until_report):
             self._report(logging.INFO if until_report == self._idle_seconds else logging.DEBUG)
 

@@ -21,10 +21,10 @@ from kv_transfer.settings import LocalWorker
 from kv_transfer.transports.choosing import Alternatives
 
 logger = logging.getLogger(__name__)
+# Fetches that one sender expects within this time are computed by one step there, and arrive together.
 _TOGETHER_SECONDS = 0.002
-"""Fetches that one sender expects within this time are computed by one step there, and arrive together."""
+# A fetch that is later than this is not expected any more.
 _OVERDUE_SECONDS = 0.25
-"""A fetch that is later than this is not expected any more."""
 _NUM_REMEMBERED = 16
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BYTES = tuple(float(4**power) for power in range(6, 19))
@@ -143,6 +143,7 @@ class FetchEffects:
         source = self._sources.get(ref)
         if source == provisional:
             self._sources[ref] = chosen
+        # Another link to the same peer may be up by now, with sources of its own.
         return source is not None and source.token == chosen.token
 
     def retries(self, incoming: IncomingTransfer) -> tuple[ev.RetryStep, ...]:
@@ -164,7 +165,7 @@ class FetchEffects:
             case ev.RetryStep():
                 failed = incoming.read_again(action)
                 if failed is not None:
-                    next_source = self.alternatives.failed(failed)
+                    next_source = self.alternatives.note_failure(failed)
                     if incoming.ref in self._sources:
                         self._sources[incoming.ref] = next_source
                 self._worker.counters.add("transfer_pulled_again_total", rung=action.value)
@@ -198,7 +199,7 @@ class FetchEffects:
                 self.events.append(Drained(incoming.key))
             case ev.FetchNotice.RECEIVED:
                 if incoming.source is not None:
-                    self.alternatives.worked(incoming.source)
+                    self.alternatives.note_success(incoming.source)
                 self.arrival_estimates.arrived(incoming.key, now)
                 self._completions.add_received(incoming.key)
         self._later.append(self._worker.wake)

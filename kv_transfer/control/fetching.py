@@ -11,7 +11,7 @@ from contract.errors import InternalError, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import Drained, Published, Received, TransferEvent
 from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts
-from kv_transfer.control.incoming_transfer import QUARANTINE, IncomingTransfer, quarantine_of
+from kv_transfer.control.incoming_transfer import QUARANTINE, IncomingTransfer
 from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -73,6 +73,7 @@ class FetchTransfers(Transfers):
             if incoming is not None:
                 self._apply(incoming, fetch_side.cancelled(incoming.fetch))
             is_free = incoming is None or incoming.fetch.state is FetchState.FREE
+            # A fetch whose reads are not terminal still has to report when its blocks are free.
             kept = () if is_free else (Drained,)
             self._effects.events = [
                 event for event in self._effects.events if event.key != key or isinstance(event, kept)
@@ -200,9 +201,15 @@ class FetchTransfers(Transfers):
     def debug_state(self) -> dict[str, Any]:
         """Return all fetches, the quarantine, and the peers' transports, as plain data."""
         with self._lock:
+            held = [incoming.fetch for incoming in self._incoming if incoming.fetch.state in QUARANTINE]
             return {
                 "fetches": [incoming.debug_state(self._clock()) for incoming in self._incoming],
-                "quarantine": quarantine_of(self._incoming),
+                # Fetches that ended with a read outstanding, or unknown to the scheduler, and their blocks.
+                "quarantine": {
+                    "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
+                    "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),
+                    "num_blocks": sum(len(fetch.block_ids) - fetch.num_cached for fetch in held),
+                },
                 "transports": self._effects.alternatives.debug_state(),
             }
 

@@ -1,6 +1,5 @@
 """One request whose KV is being fetched, as ``FetchTransfers`` keeps it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +127,7 @@ class IncomingTransfer:
         is_here = False
         if pull.part is None:
             self.num_bytes += len(blocks) * block_bytes
+            # No other read of these blocks is open: the only posted job is this one.
             is_here = ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1
         return PullJob(
             key=self.key,
@@ -148,6 +148,7 @@ class IncomingTransfer:
     def read_again(self, retry_step: ev.RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
         failed = self.source
+        # A read that was stopped stays so, and what was read ahead may be what failed.
         self.read = Read()
         self.ahead = []
         if retry_step is ev.RetryStep.OTHER_TRANSPORT:
@@ -174,13 +175,3 @@ class IncomingTransfer:
 def _none_announced(request: EngineRequest, terms: PeerTerms) -> AnnouncedBlocks:
     seeds = digest_seeds(request, terms.model_fingerprint, terms.plan.theirs.layout.block_size)
     return AnnouncedBlocks(terms, len(request.prompt_token_ids), seeds)
-
-
-def quarantine_of(transfers: Iterable[IncomingTransfer]) -> dict[str, int]:
-    """Count the fetches that ended with a read outstanding, or unknown to the scheduler, and their blocks."""
-    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in QUARANTINE]
-    return {
-        "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
-        "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),
-        "num_blocks": sum(len(fetch.block_ids) - fetch.num_cached for fetch in held),
-    }

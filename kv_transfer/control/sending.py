@@ -30,14 +30,10 @@ _LEASE_AGES = (
 """A histogram and the upper bounds of its buckets."""
 
 
-def _declare(counters: Counters) -> None:
-    counters.add("leases_expired_total", 0)
-    counters.declare(*_LEASE_AGES)
-
-
 def _count(counters: Counters, outgoing: OutgoingTransfer, before: SendState, now: float) -> None:
     """Count a lease that has expired, or that has ended, with a change of its state."""
     send = outgoing.send
+    # A parked fetch lent nothing.
     if send.state is SendState.EXPIRED and before not in (SendState.EXPIRED, SendState.PARKED):
         counters.add("leases_expired_total")
     if send.is_done and outgoing.key is not None:
@@ -70,7 +66,8 @@ class SendTransfers(Transfers):
         self._block_size = worker.side.layout.block_size
         self._outgoing: TransferTable[OutgoingTransfer] = TransferTable()
         self._history = AttemptHistory()
-        _declare(worker.counters)
+        worker.counters.add("leases_expired_total", 0)
+        worker.counters.declare(*_LEASE_AGES)
 
     def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
         """See ``SenderConnector``."""
@@ -93,6 +90,7 @@ class SendTransfers(Transfers):
             else:
                 self._apply(outgoing, send_side.opened(outgoing.send, len(block_ids), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds, num_cached_tokens)
+            # What the prefix cache holds can be published before the first step of the request.
             outgoing.request_blocks(num_cached_tokens, self._block_size)
             self._outgoing.add(outgoing)
             self._history.record(wire_key)
@@ -112,8 +110,7 @@ class SendTransfers(Transfers):
     def abandon_send(self, key: str, kind: str, message: str) -> None:
         """See ``SenderConnector``. A request that lends nothing (any more) is left alone."""
         with self._acting():
-            outgoing = self._outgoing.get(key)
-            if outgoing is not None:
+            if outgoing := self._outgoing.get(key):
                 self._apply(outgoing, send_side.abandoned(outgoing.send, kind, message))
 
     def take_orders(self) -> list[PublishOrder]:
@@ -164,7 +161,19 @@ class SendTransfers(Transfers):
             elif outgoing is not None:
                 self._apply(outgoing, send_side.fetch_arrived(outgoing.send, peer, message.from_block, now))
             else:
-                self._park(peer, message, now)
+                settings = self._worker.settings
+                parked = OutgoingTransfer.parked(peer, message, settings, now)
+                sends = [each.send for each in self._outgoing]
+                num_parked = sum(send.state is SendState.PARKED and send.peer == peer for send in sends)
+                if num_parked >= settings.max_parked:
+                    text = (
+                        f"this worker already has {settings.max_parked} fetches parked here, "
+                        "for transfers that are not open yet"
+                    )
+                    self._post(peer, msg.TransferFailed(*wire_key, ErrorKind.OVERLOADED, text))
+                else:
+                    self._outgoing.add(parked)
+                    self._history.record(wire_key)
 
     def on_release(self, peer: str, message: msg.ReleaseLease | msg.CancelFetch) -> None:
         """Process a RELEASE or CANCEL; drop one for an unknown transfer."""
@@ -202,17 +211,6 @@ class SendTransfers(Transfers):
         with self._lock:
             return [outgoing.debug_state(self._clock()) for outgoing in self._outgoing]
 
-    def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
-        settings = self._worker.settings
-        parked = OutgoingTransfer.parked(peer, message, settings, now)
-        sends = (outgoing.send for outgoing in self._outgoing)
-        if sum(send.state is SendState.PARKED and send.peer == peer for send in sends) >= settings.max_parked:
-            text = f"this worker already has {settings.max_parked} fetches parked here, for transfers that are not open yet"
-            self._post(peer, msg.TransferFailed(*parked.wire_key, ErrorKind.OVERLOADED, text))
-            return
-        self._outgoing.add(parked)
-        self._history.record(parked.wire_key)
-
     def _apply_all(self, rule: Callable[[Send], SendStep]) -> None:
         with self._acting():
             for outgoing in self._outgoing:
@@ -223,23 +221,20 @@ class SendTransfers(Transfers):
         outgoing.send, actions = step
         _count(self._worker.counters, outgoing, before, self._clock())
         for action in actions:
-            self._perform(outgoing, action)
+            match action:
+                case ev.SendNotice.REVOKE:
+                    self._later.append(partial(self._release, outgoing.name))
+                case ev.SendNotice.SENT if outgoing.key is not None:
+                    self._completions.add_sent(outgoing.key)
+                    self._later.append(self._worker.wake)
+                case ev.Refuse():
+                    self._post(action.peer, outgoing.message_of(action))
+                case _ if outgoing.send.peer is not None:
+                    self._post(outgoing.send.peer, outgoing.message_of(action))
         if outgoing.send.is_done:
             self._outgoing.remove(outgoing)
             if outgoing.send.ending is not None:
                 self._history.record(outgoing.wire_key, outgoing.send.ending)
-
-    def _perform(self, outgoing: OutgoingTransfer, action: ev.SendAction) -> None:
-        match action:
-            case ev.SendNotice.REVOKE:
-                self._later.append(partial(self._release, outgoing.name))
-            case ev.SendNotice.SENT if outgoing.key is not None:
-                self._completions.add_sent(outgoing.key)
-                self._later.append(self._worker.wake)
-            case ev.Refuse():
-                self._post(action.peer, outgoing.message_of(action))
-            case _ if outgoing.send.peer is not None:
-                self._post(outgoing.send.peer, outgoing.message_of(action))
 
     def _post(self, peer: str, message: msg.Message) -> None:
         self._send(PeerRef(peer, is_dialed=False), message)

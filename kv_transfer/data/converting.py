@@ -2,18 +2,19 @@
 
 Of ``kv_transfer``, only what converts needs torch, which is imported when a peer's layout differs. Values are moved or
 rounded to nearest even, never combined, and float32 holds every bfloat16 exactly: a converted block is what its sender
-computed, in our dtype.
+computed, in our dtype. On a device the staging memory is an area there: a library reads into it from device to device, as
+into a pool of equal blocks, so no byte passes through the host.
 """
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from contract.layout import KVLayout
-from engine.connector import KVMemory, LandsDirectly
+from engine.connector import DevicePool, KVMemory
 from kv_transfer.counters import Counters
-from kv_transfer.data.landing import DeviceLanding
 from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.orders import Conversion, PullJob
 from kv_transfer.protocol.reads import Source
@@ -29,6 +30,93 @@ _TOKENS = 3
 
 ReadShare = Callable[[PullJob, Share, int, Sequence[memoryview]], object]
 """(job, rank's share, first block, views): reads the sender's blocks into the views and verifies them."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_POOL_HEADS = 3
+"""Axes of a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
+_POOL_TOKENS = 4
+
+
+class DeviceLanding:
+    """Places for ``num_blocks`` of the sender's blocks, of every rank that is read. See ``Staging``."""
+
+    def __init__(self, memory: DevicePool, conversion: Conversion, num_blocks: int) -> None:
+        self._memory = memory
+        layout = conversion.plan.theirs.layout
+        self._areas = {
+            rank: memory.landing_area(layout, num_blocks)
+            for rank in conversion.plan.ranks_of(conversion.our_rank)
+        }
+        self.num_bytes = len(self._areas) * num_blocks * layout.block_bytes
+
+    def views(self, rank: int, num_blocks: int) -> Sequence[memoryview]:
+        """See Staging."""
+        return write_views(self._areas[rank], range(num_blocks))
+
+    def wait(self) -> None:
+        """Wait for the copies from the host that were begun: the memory may be converted, or released."""
+        for area in self._areas.values():
+            area.commit([])
+
+    def convert(self, conversion: Conversion, first: int, block_ids: Sequence[int]) -> None:
+        """See Staging. Returns when the device has converted them: the next read may write to the area."""
+        self.wait()
+        # Steps that were launched before may still read the blocks that are written now.
+        self._memory.wait_until_unused()
+        sources = {rank: area.pool for rank, area in self._areas.items()}
+        work = partial(convert_in_pool, conversion, sources, first, self._memory.pool, block_ids)
+        self._memory.launch(work).synchronize()
+
+
+def convert_in_pool(
+    conversion: Conversion,
+    sources: Mapping[int, "Tensor"],
+    our_first: int,
+    pool: "Tensor",
+    block_ids: Sequence[int],
+) -> None:
+    """Fill the pool's ``block_ids``, our blocks from ``our_first`` on, with their tokens' KV, in a few operations of torch.
+
+    sources: their rank → blocks of which the first ones are those that ours are made from, for each rank that is read.
+    Slots behind the prompt's end become zero.
+    """
+    import torch
+
+    plan = conversion.plan
+    size = plan.ours.layout.block_size
+    our_end = our_first + len(block_ids)
+    their_blocks = plan.source_blocks(our_first, our_end, conversion.num_tokens)
+    # Only smaller blocks of ours can begin within one of theirs.
+    num_skipped = our_first - their_blocks.start * plan.theirs.layout.block_size // size
+    num_used = min(size, conversion.num_tokens - (our_end - 1) * size)
+    targets = torch.tensor(block_ids, device=pool.device)
+    for heads in plan.head_runs(conversion.our_rank):
+        source = sources[heads.theirs][: len(their_blocks)].narrow(
+            _POOL_HEADS, heads.their_offset, heads.count
+        )
+        content = _regrouped(source.to(pool.dtype), num_skipped, len(block_ids), size)
+        pool.narrow(_POOL_HEADS, heads.our_offset, heads.count).index_copy_(0, targets, content)
+    pool[block_ids[-1]].narrow(_POOL_TOKENS - 1, num_used, size - num_used).zero_()
+
+
+def _regrouped(blocks: "Tensor", num_skipped: int, count: int, size: int) -> "Tensor":
+    """Return ``count`` blocks of ``size`` tokens, behind ``num_skipped``, of the tokens in ``blocks``, which lie in a row.
+
+    Blocks that are missing for the last one are zero.
+    """
+    num_blocks, *_, theirs, head_dim = blocks.shape
+    planes = blocks.shape[1:_POOL_TOKENS]
+    if size < theirs:
+        parts = blocks.view(num_blocks, *planes, theirs // size, size, head_dim).movedim(_POOL_TOKENS, 1)
+        return parts.flatten(0, 1)[num_skipped : num_skipped + count]
+    ratio = size // theirs
+    if num_blocks < count * ratio:
+        present = blocks
+        blocks = present.new_zeros((count * ratio, *planes, theirs, head_dim))
+        blocks[:num_blocks] = present
+    parts = blocks.view(count, ratio, *planes, theirs, head_dim).movedim(1, _POOL_TOKENS)
+    return parts.flatten(_POOL_TOKENS, _POOL_TOKENS + 1)
 
 
 class Staging(Protocol):
@@ -74,10 +162,19 @@ class Converter:
     @contextmanager
     def staging(self, source: Source, conversion: Conversion) -> Iterator[Staging]:
         """Lend memory for the sources of the largest piece, of every rank that is read."""
-        if isinstance(self._memory, LandsDirectly):
-            yield self._area(self._memory, source, conversion)
+        if (on_device := self._memory.device_pool) is not None:
+            area = self._areas.get(source)
+            if area is None:  # the first use: an area for as many blocks as any pull may have at once
+                plan = conversion.plan
+                per_block = -(-plan.ours.layout.block_size // plan.theirs.layout.block_size)
+                most = max(per_block, self._max_bytes // conversion.source_bytes)
+                area = self._areas[source] = DeviceLanding(on_device, conversion, most)
+                self._counters.add(_IN_USE, area.num_bytes)
+            yield area
             return
-        staging = HostStaging(self._memory, conversion, self._largest(conversion))
+        num_tokens = conversion.num_tokens
+        pieces = [conversion.plan.source_blocks(*piece, num_tokens) for piece in self._pieces(conversion)]
+        staging = HostStaging(self._memory, conversion, max(map(len, pieces)))
         self._counters.add(_IN_USE, staging.num_bytes)
         try:
             yield staging
@@ -86,25 +183,11 @@ class Converter:
 
     def forget(self, source: Source) -> None:
         """Release the areas of a link that is gone; one that is read into lives until that read is terminal."""
+        # A copy: the threads of other sources add areas meanwhile.
         for each in [each for each in list(self._areas) if each.token == source.token]:
             if (area := self._areas.pop(each, None)) is not None:
                 area.wait()
                 self._counters.add(_IN_USE, -area.num_bytes)
-
-    def _area(self, memory: LandsDirectly, source: Source, conversion: Conversion) -> DeviceLanding:
-        """Return the source's area, made at the first use for as many blocks as any pull may have at once."""
-        area = self._areas.get(source)
-        if area is None:
-            plan = conversion.plan
-            per_block = -(-plan.ours.layout.block_size // plan.theirs.layout.block_size)
-            most = max(per_block, self._max_bytes // conversion.source_bytes)
-            area = self._areas[source] = DeviceLanding(memory, conversion, most)
-            self._counters.add(_IN_USE, area.num_bytes)
-        return area
-
-    def _largest(self, conversion: Conversion) -> int:
-        pieces = self._pieces(conversion)
-        return max(len(conversion.plan.source_blocks(*piece, conversion.num_tokens)) for piece in pieces)
 
     def _pieces(self, conversion: Conversion) -> list[tuple[int, int]]:
         """Cut a conversion into (first, end) of our blocks whose sources fit into staging memory."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
-from engine.connector import KVMemory, LandsDirectly, LayerWatch
+from engine.connector import KVMemory, LayerWatch
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.converting import Converter
 from kv_transfer.data.publishing import PassWatch, Publisher
@@ -22,14 +22,13 @@ from kv_transfer.protocol.digests import XXH3_64
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadRequest, ReadStoppedError, Source, may_heal
 from kv_transfer.settings import DEFAULT_STAGING_BYTES
-from kv_transfer.transports.transport import ReadsMemory, ReceiverTransport, Senders, ask
+from kv_transfer.transports.transport import ReceiverTransport, Senders
 
 logger = logging.getLogger(__name__)
 
+# Copied between two steps, at most, by the thread that orders it. They take a few milliseconds; a thread that must be
+# woken for them gets a processor later than that if all are busy.
 MAX_BYTES_AT_ONCE = 2**24
-"""Bytes that are copied between two steps, at most, by the thread that orders it. They take a few milliseconds; a thread
-that must be woken for them gets a processor later than that if all are busy.
-"""
 
 
 class DataHalf:
@@ -105,6 +104,7 @@ class DataHalf:
             if claimed is not None:
                 return claimed
         if not self._pulls.post(job.source, job.key, job.read, run, job.only_request):
+            # Reported by the data thread: the caller holds the lock that the report takes.
             failed = ev.JobFailed(ErrorKind.UNAVAILABLE, "no thread can be started to read with")
             outcome = ev.JobStopped() if self._is_closing else failed
             self._thread.post(partial(self._reports.fetch_event, job.key, outcome))
@@ -112,8 +112,8 @@ class DataHalf:
 
     def post_commit(self, job: CommitJob) -> None:
         """Make blocks visible; it ends with CommitDone, JobFailed or JobStopped. Runs at once if it waits for nothing."""
-        memory = self._memory
-        if memory.is_written if isinstance(memory, LandsDirectly) else memory.pool_view is not None:
+        on_device = self._memory.device_pool
+        if self._memory.pool_view is not None if on_device is None else on_device.is_written:
             self._run(job)
         else:
             self._thread.post(partial(self._run, job))
@@ -142,7 +142,7 @@ class DataHalf:
         }
 
     def progress(self) -> dict[str, int]:
-        """See ``ShowsProgress``."""
+        """See ``ConnectorPair.progress``."""
         return {"thread that publishes KV": self._thread.progress()}
 
     def _forget(self, source: Source) -> None:
@@ -152,7 +152,7 @@ class DataHalf:
     def _ask(self, source: Source, requests: Sequence[ReadRequest]) -> None:
         """Send requests ahead to a source of one rank: of several, each job names its own."""
         if source.num_ranks == 1:
-            ask(self._receiver, source, requests)
+            self._receiver.traits.ask(source, requests)
 
     def _on_bug(self, error: BaseException) -> None:
         self._reports.thread_failed(threading.current_thread().name, error)
@@ -160,12 +160,12 @@ class DataHalf:
     def _may_run_at_once(self, job: PullJob) -> bool:
         """Return whether a read copies few bytes from memory of this machine into a pool there; and count its bytes."""
         is_plain = job.conversion is None and job.part is None and self._memory.pool_view is not None
-        if not is_plain or not isinstance(self._receiver, ReadsMemory):
+        if not is_plain:
             return False
         num_bytes = len(job.block_ids) * self._memory.layout.block_bytes
         if self._num_bytes_at_once + num_bytes > MAX_BYTES_AT_ONCE:
             return False
-        if not self._receiver.is_at_hand(job.source):
+        if not self._receiver.traits.is_at_hand(job.source):
             return False
         self._num_bytes_at_once += num_bytes
         return True
@@ -187,6 +187,7 @@ class DataHalf:
 
     def _run(self, job: PullJob | CommitJob) -> None:
         """Run a job to exactly one terminal event, whatever happens."""
+        # It was queued when the others were stopped.
         if self._is_closing:
             job.read.stop()
         outcome: ev.FetchEvent

@@ -9,7 +9,7 @@ from functools import cache, partial
 from statistics import median
 
 from contract.errors import ErrorKind
-from engine.connector import Computed, KVMemory, LandsDirectly, LayerWatch
+from engine.connector import Computed, KVMemory, LayerWatch
 from kv_transfer.data.reading import DigestViews
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
@@ -38,16 +38,12 @@ class _Unfinished:
     error: Exception | None = None
 
 
-def digest_for(memory: KVMemory) -> str:
-    """Return the algorithm by which blocks of this pool are announced."""
-    return FOLD64 if isinstance(memory, LandsDirectly) and memory.can_fold else XXH3_64
-
-
 class Publisher:
     """Owns the digests of blocks that are being computed. Used from the data thread."""
 
     def __init__(self, memory: KVMemory, views: DigestViews, senders: Senders, reports: DataReports) -> None:
-        self.digest = digest_for(memory)
+        on_device = memory.device_pool
+        self.digest = FOLD64 if on_device is not None and on_device.can_fold else XXH3_64
         self._is_on_device = self.digest == FOLD64
         self._memory = memory
         self._views = views
@@ -70,6 +66,7 @@ class Publisher:
                 self._digest(unfinished, order.block_ids, num_bytes)
                 unfinished.num_bytes = num_bytes
             for start, end in self._ranges(order):
+                # The lease grows with the first part only: further parts are of the same blocks.
                 grants = self._senders.publish(order.name, order.block_ids[start:end]) if is_new else ()
                 ready = ev.LayerRange(order.first_block + start, end - start, num_bytes, grants)
                 self._reports.send_event(order.key, ready)
@@ -145,10 +142,7 @@ class CompletionEstimator:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        report: Callable[[float], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, num_layers: int, report: Callable[[float], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._num_layers = num_layers
         self._report = report
@@ -171,7 +165,7 @@ class CompletionEstimator:
         if known is not None:
             self._report(self._begin + known * num_blocks)
 
-    def stored(self, num_layers: int) -> None:
+    def on_stored(self, num_layers: int) -> None:
         """See LayerWatch."""
         self._last = (num_layers, self._clock())
         (first, since) = self._first
@@ -183,7 +177,7 @@ class CompletionEstimator:
             tail = median(self._tails) if self._tails else 0.0
             self._report(now + (self._num_layers - num_layers) * per_layer + tail)
 
-    def computed(self) -> None:
+    def on_computed(self) -> None:
         """See LayerWatch."""
         now = self._clock()
         (num_layers, since) = self._last
@@ -212,7 +206,9 @@ class PassWatch:
         self._memory = memory
         self._publisher = publisher
         self._post = post
-        self._estimator = CompletionEstimator(memory.layout.num_layers, self._post_end)
+        self._estimator = CompletionEstimator(
+            memory.layout.num_layers, lambda end: post(partial(publisher.report_end, self._last, end))
+        )
         # On a device a layer is reported when it is launched, from which no end can be estimated.
         self._can_estimate = memory.pool_view is not None
         self._split: list[PublishOrder] = []
@@ -229,7 +225,7 @@ class PassWatch:
             self._estimator.begin(sum(len(order.block_ids) for order in orders))
         return self if self._split or self._last else None
 
-    def stored(self, num_layers: int) -> None:
+    def on_stored(self, num_layers: int) -> None:
         """See LayerWatch."""
         layout = self._memory.layout
         due = [each for each in self._split if num_layers in split_points(layout.num_layers, each.num_parts)]
@@ -239,14 +235,14 @@ class PassWatch:
             for order in due:
                 self._post(partial(self._publisher.publish_layers, order, num_bytes, computed))
         if self._last:
-            self._estimator.stored(num_layers)
+            self._estimator.on_stored(num_layers)
 
-    def computed(self) -> None:
+    def on_computed(self) -> None:
         """See LayerWatch."""
         self._published += self._split
         self._publish(self._split)
         if self._last:
-            self._estimator.computed()
+            self._estimator.on_computed()
 
     def end(self, orders: Sequence[PublishOrder]) -> None:
         """Publish the orders of a step that is over, but for those that were published before."""
@@ -259,9 +255,6 @@ class PassWatch:
             computed = self._memory.mark_computed()
             for order in orders:
                 self._post(partial(self._publisher.publish, order, computed))
-
-    def _post_end(self, end: float) -> None:
-        self._post(partial(self._publisher.report_end, self._last, end))
 
 
 @cache

@@ -28,7 +28,7 @@ from kv_transfer.transports.block_views import (
     view_bytes_of,
     write_views,
 )
-from kv_transfer.transports.transport import ReadsDevice, ReceiverTransport, fetch_first
+from kv_transfer.transports.transport import ReceiverTransport, fetch_first
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 10.0
@@ -75,7 +75,7 @@ class Landing:
         self._num_digested = 0
         self.begin = time.monotonic()
 
-    def landed(self, num_blocks: int) -> None:
+    def digest_up_to(self, num_blocks: int) -> None:
         """Record that the first ``num_blocks`` blocks have arrived and digest the new ones."""
         if num_blocks > self._num_digested:
             landed_at = time.monotonic()
@@ -136,7 +136,9 @@ class BlockReader:
         ahead = job.ahead
         if job.part is None or ahead is None:
             raise InternalError("a read ahead lacks its part")
-        if self._waits_for_more(job.source, job.part):
+        is_last = job.part.start_byte + job.part.num_bytes >= self._memory.layout.block_bytes
+        # Each read stops the pass that computes on the same device, so this part is read together with the next one.
+        if not is_last and self._receiver.traits.is_on_our_device(job.source):
             return ev.ReadAheadOver(None)
         part = ahead.up_to(job.part)
         if not ahead.goes_on_with(job.first_block, len(job.block_ids), part.start_byte):
@@ -164,12 +166,6 @@ class BlockReader:
             ahead.digests.go_on(read_views(self._memory, job.block_ids, arrived))
             ahead.num_digested = ahead.num_read
         return ev.ReadAheadOver((landing.begin, time.monotonic()))
-
-    def _waits_for_more(self, source: Source, part: BlockPart) -> bool:
-        """Return whether a part is read with the next one: each read stops the pass that computes, on the same device."""
-        is_last = part.start_byte + part.num_bytes >= self._memory.layout.block_bytes
-        receiver = self._receiver
-        return not is_last and isinstance(receiver, ReadsDevice) and receiver.is_on_our_device(source)
 
     def _read_rest(self, job: PullJob, ahead: Ahead) -> Copied:
         """Read and verify blocks whose first bytes, or all bytes, were read ahead."""
@@ -206,7 +202,7 @@ class BlockReader:
         landing = Landing(verify)
         if views:
             self._fetch(job, share.rank, request, views, landing)
-        landing.landed(request.num_blocks)
+        landing.digest_up_to(request.num_blocks)
         self._counters.add("transfer_blocks_total", request.num_blocks, transport=job.source.transport)
         return landing.begin, time.monotonic()
 
@@ -216,14 +212,14 @@ class BlockReader:
         source = job.source.of_rank(rank)
         self.silences.check(source)
         try:
-            with job.read.reporting(landing.landed):
+            with job.read.reporting(landing.digest_up_to):
                 following = self._following(job.source) if job.conversion is None else ()  # else it goes on
                 fetch_first(self._receiver, source, request, views, job.read, following)
         except PeerSilentError as error:
             self.silences.record(source, error)
             raise
         self.silences.clear(source)
-        landing.landed(len(views))
+        landing.digest_up_to(len(views))
         num_bytes = len(views) * view_bytes_of(views)
         self._counters.add("transfer_bytes_total", num_bytes, transport=source.transport)
 

@@ -120,8 +120,8 @@ class PullThreads:
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._open: dict[Source, JobThread] = {}
+        # Also those whose link is gone, or that have just ended: ``join`` waits for all.
         self._threads: list[JobThread] = []
-        """Also those whose link is gone, or that have just ended."""
         self._running: dict[int, tuple[str, Read]] = {}
         """Keys and reads, by the identifier of the thread that reads."""
         self._turns: defaultdict[Source, _Turn] = defaultdict(_Turn)
@@ -147,6 +147,7 @@ class PullThreads:
                 turn.num_jobs += 1
                 turn.waiting.append((read, request))
                 thread.post(partial(self._wait_and_execute, turn, key, read, work))
+        # Only while no job of the source runs, whose thread would use the same connection.
         if thread is not None and request is not None and turn.lock.acquire(blocking=False):
             try:
                 self._ask(source, self.following(source))  # before the thread has been woken
@@ -204,6 +205,7 @@ class PullThreads:
         """Wait, after ``stop``, until every read is terminal and its thread has ended."""
         for thread in self._threads:
             thread.join()
+        # Jobs of ``claim`` run in other threads.
         for turn in list(self._turns.values()):
             with turn.lock:
                 pass

@@ -5,7 +5,8 @@ A frame over its bound is rejected before it is read, and one that does not matc
 
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,7 +20,8 @@ HEADER = struct.Struct("<II")
 _MAX_PORT = 65535
 _MAX_HOST_CHARACTERS = 255
 _T = TypeVar("_T")
-_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+# A decoder of each type is made once: making one describes the type.
+_decoder_of: Callable[[Any], msgspec.msgpack.Decoder[Any]] = cache(msgpack_decoder)
 
 
 def encode_frame(message: Any, max_bytes: int) -> bytes:
@@ -57,13 +59,6 @@ def decode_body(body: bytes | bytearray, message_type: type[_T]) -> _T:
         lambda why: TransferError(f"the peer sent a malformed frame: {why}"),
     )
     return message
-
-
-def _decoder_of(message_type: type[_T]) -> msgspec.msgpack.Decoder[_T]:
-    decoder = _decoders.get(message_type)
-    if decoder is None:
-        decoder = _decoders[message_type] = msgpack_decoder(message_type)
-    return decoder
 
 
 class FrameBuffer:

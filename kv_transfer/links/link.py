@@ -18,8 +18,8 @@ from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Sessi
 from kv_transfer.protocol.messages import MAX_HANDSHAKE_BYTES, Message, decode_message
 
 _READ_BYTES = 262144
+# Of the largest size: a peer that does not read must not take this worker's memory.
 _MAX_WAITING_FRAMES = 8
-"""Limit of the bytes that wait for a peer that does not read, in frames of the largest size."""
 _PINGS_PER_TIMEOUT = 3
 
 
@@ -210,6 +210,7 @@ class Link:
             self.outbox.add(self._handshake.receive(message))
             if self._handshake.session is not None:
                 self.heard_at = now
+                # Only a peer that has proved itself may have this worker keep so many bytes.
                 self._frames.max_bytes = self._max_frame_bytes
                 self.outbox.add(self._waiting)
                 self._waiting.clear()

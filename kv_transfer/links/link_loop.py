@@ -21,8 +21,8 @@ from kv_transfer.options import LinkSettings
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Message
 
+# A selector refuses to wait for more than some weeks.
 _MAX_WAIT_SECONDS = 3600.0
-"""A selector refuses to wait for more than some weeks."""
 
 
 class CommandQueue:
@@ -77,6 +77,7 @@ class CommandQueue:
         while self._commands:
             command, ref = self._commands.popleft()
             command()
+            # Not before it has run: messages of other threads would overtake it.
             with self._lock:
                 self._num_for[ref] -= 1
                 if not self._num_for[ref]:
@@ -101,10 +102,7 @@ class LinkLoop:
     """
 
     def __init__(
-        self,
-        settings: LinkSettings,
-        counters: Counters,
-        lookup: Callable[[str, int], Outcome] = resolve,
+        self, settings: LinkSettings, counters: Counters, lookup: Callable[[str, int], Outcome] = resolve
     ) -> None:
         self._listener = Listener(listen_on(settings.host, settings.control_port))
         self.address = join_address(settings.advertise_host or settings.host, self._listener.port)
@@ -137,6 +135,7 @@ class LinkLoop:
         """Send a message in this thread; return False if it has to go through the I/O thread."""
         link = self._links.find(ref)
         try:
+            # A message must not overtake one that still waits for the I/O thread.
             is_sent = (
                 link is not None and not self._commands.is_pending_for(ref) and link.outbox.send_now(message)
             )

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 MAX_UNAUTHENTICATED = 256
 _MIN_UNAUTHENTICATED = 8
 _DESCRIPTOR_SHARE = 8
+# The kernel drops connection attempts while the backlog is full, and their dialers try again after seconds.
 _BACKLOG = 1024
-"""The kernel drops connection attempts while the backlog is full, and their dialers try again after seconds."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _PAUSE_SECONDS = 0.2
 _ACCEPTS_AT_ONCE = 4

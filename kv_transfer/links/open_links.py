@@ -178,6 +178,7 @@ class OpenLinks:
         if link.ref is None:
             link.ref = PeerRef(session.boot_id, is_dialed=False)
             older = self._by_ref.get(link.ref)
+            # A worker that dials again has lost the older link, though no error has shown that here.
             if older is not None:
                 self._end(older, PeerUnreachableError(f"worker {session.worker_id} dialed again"))
             self._by_ref[link.ref] = link

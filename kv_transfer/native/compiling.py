@@ -38,12 +38,7 @@ def load_copy_blocks(
 
 
 def load_function(
-    name: str,
-    types: Sequence[Any],
-    instead: str,
-    prebuilt: Path | None,
-    folder: Path | None,
-    compiler: str,
+    name: str, types: Sequence[Any], instead: str, prebuilt: Path | None, folder: Path | None, compiler: str
 ) -> Callable[..., None] | None:
     """Return a function of the library with arguments of these types; None, and log ``instead``, if it cannot be loaded."""
     try:

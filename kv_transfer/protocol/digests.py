@@ -6,7 +6,6 @@ computed on a device, too, by many threads at once, and in host memory with the 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -73,14 +72,15 @@ class XxhDigests(RunningDigests):
         return tuple(int(digest.intdigest()) for digest in self._digests[start:end])
 
 
-@runtime_checkable
-class FoldsItself(Protocol):
+class FoldableViews(Sequence[memoryview], ABC):
     """Views of one size that compute the sums of ``fold64`` over their bytes faster than one view after the other."""
 
     @property
+    @abstractmethod
     def view_bytes(self) -> int:
         """The size of each view."""
 
+    @abstractmethod
     def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
         """Add the sums of all views (``FoldWords``), which begin at word ``first_word`` of their blocks."""
 
@@ -112,7 +112,7 @@ class FoldDigests(RunningDigests):
 
 def fold(views: Sequence[memoryview], sums: Numbers, seeds: Numbers, first_byte: int) -> int:
     """Add the sums of views that begin at ``first_byte`` of their blocks, and return their size. Raises TransferError."""
-    whole = views if isinstance(views, FoldsItself) else None
+    whole = views if isinstance(views, FoldableViews) else None
     size = views[0].nbytes if whole is None else whole.view_bytes
     if size % WORD_BYTES or first_byte % WORD_BYTES:
         raise TransferError(f"{FOLD64} cannot digest {size} bytes of a block from byte {first_byte} on")
@@ -124,7 +124,7 @@ def fold(views: Sequence[memoryview], sums: Numbers, seeds: Numbers, first_byte:
 
 
 def fold_in_host_memory(views: Iterable[memoryview], sums: Numbers, seeds: Numbers, first_word: int) -> None:
-    """See ``FoldsItself.fold``; the views have one size."""
+    """See ``FoldableViews.fold``; the views have one size."""
     kept = [np.frombuffer(view, np.uint8) for view in views]
     addresses = np.array([each.__array_interface__["data"][0] for each in kept], np.uint64)
     fold_words()(sums, addresses, seeds, first_word, kept[0].nbytes // WORD_BYTES)

@@ -253,6 +253,7 @@ def _piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
 def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
     if event.may_heal and fetch.state in (FetchState.MOVING, FetchState.LANDED):
         retry_step = next((step for step in event.retry_steps if step not in fetch.retry_steps), None)
+        # It was posted before the read that failed first: both are read again together.
         if fetch.is_retrying:
             return _go_on(fetch)
         if retry_step is not None:

@@ -48,8 +48,8 @@ _WELCOME = "acceptor's welcome"
 _DIALER_REFUSES = "dialer's refusal"
 _ACCEPTOR_REFUSES = "acceptor's refusal"
 _WORKERS = frozenset(Role) - {Role.ROUTER}
+# Kinds that are believed of a refusal without a proof: there will be no link. Any other kind could end a request.
 _UNPROVED_KINDS = frozenset({ErrorKind.UNAUTHENTICATED, ErrorKind.INCOMPATIBLE})
-"""Kinds that are believed of a refusal without a proof: there will be no link. Any other kind could end a request."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class Dialing:
 
     def _check_target(self, found: Challenge) -> None:
         """Raise WorkerLostError if another worker, or another incarnation, answers at the address."""
-        asked = self.target
-        if (found.worker_id, found.boot_id) != (asked.worker_id, asked.boot_id):
+        target = self.target
+        if (found.worker_id, found.boot_id) != (target.worker_id, target.boot_id):
             raise WorkerLostError(
-                f"{self._where} was asked for as boot {asked.boot_id}; boot {found.boot_id} of worker"
+                f"{self._where} was asked for as boot {target.boot_id}; boot {found.boot_id} of worker"
                 f" {found.worker_id} answers there: the one that was asked for is gone"
             )
 
@@ -240,6 +240,7 @@ class Accepting:
     def _welcome_for(self, prove: Prove, hello: Hello) -> Welcome:
         me = self._me
         who = f"worker {hello.worker_id}"
+        # First of all: a process without the secret learns nothing about this worker.
         if not self._transcript.is_proved(_PROVE, prove):
             raise UnauthenticatedError(f"{who} does not hold this cluster's secret")
         if (hello.target_worker_id, hello.target_boot_id) != (me.settings.worker_id, me.settings.boot_id):

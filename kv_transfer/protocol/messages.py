@@ -22,13 +22,13 @@ from engine.connector import FirstToken
 from kv_transfer.protocol.digests import XXH3_64
 from kv_transfer.protocol.reads import RangeGrant
 
+# Proofs up to version 7 could be forged, and version 8 names no digest: such a peer is refused with its version.
 TRANSFER_PROTOCOL_MIN = 9
-"""Proofs up to version 7 could be forged, and version 8 names no digest: such a peer is refused with its version."""
 TRANSFER_PROTOCOL_MAX = 9
 MAX_HANDSHAKE_BYTES = 65536
 Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
+# At most 0, but for rounding.
 _MOST_LOGPROB = 1e-3
-"""At most 0, but for rounding."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):

@@ -42,8 +42,8 @@ class PeerSilentError(PeerUnreachableError):
     """The peer was silent for as long as a read waits: another try would take as long."""
 
 
+# Errors that the system reports after it has waited for packets itself.
 _NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT})
-"""Errors that the system reports after it has waited for packets itself."""
 
 
 def broken_connection(error: OSError, message: str) -> PeerUnreachableError:
@@ -203,6 +203,7 @@ class Read:
                 self._interrupt()
             callbacks = self._on_stop
             self._on_stop = []
+        # Without the lock, which a callback may take.
         for callback in callbacks:
             callback()
 

@@ -20,7 +20,22 @@ from kv_transfer.protocol.events import EndReason, ImpossibleEventError
 
 
 class SendState(StrEnum):
-    """The states. PARKED: a fetch came before the transfer was opened. NOT_NEEDED: abandoned by this side."""
+    """The states of a transfer that is sent.
+
+    ::
+
+        a fetch first:   PARKED ─┐
+        a prompt first:          └─> OPEN ──> PUBLISHING ──> COMPLETE     blocks are served
+                                      │           │             │
+                                      └───────────┴─────────────┴──> RELEASED     the receiver has all that it needs
+                                                                     EXPIRED      the lease or the parked fetch timed out
+                                                                     NOT_NEEDED   this side has abandoned it
+
+    PARKED may also end as RELEASED or EXPIRED. In an end state no block is served; four flags of ``Send`` show what is
+    still to come before it can be forgotten: ``is_opened`` (the scheduler has, or had, a request with these blocks and
+    gets one report of the end), ``is_finished`` (its request has ended, so it may get that report), ``is_reported`` (it
+    got it: its blocks are free) and ``num_revokes`` (readers may be at work in blocks that are not lent any more).
+    """
 
     PARKED = "parked"
     OPEN = "open"
@@ -232,6 +247,7 @@ def finished(send: Send, first_tokens: tuple[FirstToken, ...], now: float) -> Se
         return _report(send)
     if send.num_ordered != send.num_blocks:
         raise ImpossibleEventError(f"finished with {send.num_ordered} of {send.num_blocks} blocks published")
+    # Nothing renews the lease before a receiver asks for it.
     if send.peer is None:
         send = replace(send, deadline=now + send.lease_seconds)
     send = _completed(send)
@@ -288,6 +304,7 @@ def _without_peer(send: Send, now: float) -> Send:
 
 def heartbeat(send: Send, peer: str, now: float) -> SendStep:
     """Renew the lease if its receiver is alive."""
+    # A parked fetch has a deadline of its own: its prompt may never be computed here.
     if send.has_ended or send.peer != peer or send.state is SendState.PARKED:
         return send, []
     return replace(send, deadline=now + send.lease_seconds), []

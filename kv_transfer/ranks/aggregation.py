@@ -77,7 +77,14 @@ class JobAggregator:
             if is_over:
                 del self._jobs[key]
         if is_over:
-            return job.request, _end_of_all(job.ends)
+            failures = [end for end in job.ends if isinstance(end, ev.JobFailed)]
+            if failures:
+                heals = all(failure.may_heal for failure in failures)
+                return job.request, replace(failures[0], may_heal=heals)
+            if ev.JobStopped() in job.ends:
+                return job.request, ev.JobStopped()
+            verified = [end for end in job.ends if isinstance(end, ev.PieceVerified)]
+            return job.request, max(verified, key=lambda piece: piece.now, default=job.ends[-1])
         if isinstance(event, (ev.JobFailed, ev.JobStopped)):
             self.stop(key)
         return None
@@ -95,16 +102,6 @@ class JobAggregator:
         """Return the request of each job, with the ranks on which the job is not terminal."""
         with self._lock:
             return [{"request": job.request, "ranks": sorted(job.running)} for job in self._jobs.values()]
-
-
-def _end_of_all(ends: list[ev.FetchEvent]) -> ev.FetchEvent:
-    failures = [end for end in ends if isinstance(end, ev.JobFailed)]
-    if failures:
-        return replace(failures[0], may_heal=all(failure.may_heal for failure in failures))
-    if ev.JobStopped() in ends:
-        return ev.JobStopped()
-    verified = [end for end in ends if isinstance(end, ev.PieceVerified)]
-    return max(verified, key=lambda piece: piece.now, default=ends[-1])
 
 
 class RangeAggregator:
@@ -126,7 +123,7 @@ class RangeAggregator:
             by_rank = self._ranges.setdefault(key, [deque() for _ in range(self._num_ranks)])
             by_rank[rank].append(what)
             done: list[Range] = []
-            while all(by_rank) and (each := _take_first(by_rank)) is not None:
+            while all(by_rank) and (each := _pop_common(by_rank)) is not None:
                 done.append(each)
             if not any(by_rank):
                 del self._ranges[key]
@@ -138,7 +135,7 @@ class RangeAggregator:
             return list(self._ranges)
 
 
-def _take_first(by_rank: list[deque[Range]]) -> Range | None:
+def _pop_common(by_rank: list[deque[Range]]) -> Range | None:
     """Remove and return the next range if all ranks are done with it; every rank has reported one at least."""
     heads = [ranges[0] for ranges in by_rank]
     failure = next((head for head in heads if isinstance(head, ev.RangeFailed)), None)

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from socket import socket
 from typing import Any
@@ -26,12 +27,8 @@ from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transports
 from kv_transfer.transports.transport import (
     ProbingReceiver,
-    ReadsDevice,
-    ReadsMemory,
     Senders,
     TransportContext,
-    ask,
-    fetch_first,
     slowest,
 )
 
@@ -89,6 +86,7 @@ class RankData:
         context = TransportContext(
             settings,
             self.sessions,
+            # Who receives the reports is set by ``attach``, after the transports are open.
             on_idle=lambda name: self._reports.lease_idle(name),
             on_thread_failed=lambda thread, error: self._reports.thread_failed(thread, error),
         )
@@ -146,24 +144,20 @@ class RankReader:
         self._num_ranks = num_ranks
         self._num_kv_heads = num_kv_heads
         self.fetch = receiver.fetch
-        self.fetch_first = partial(fetch_first, receiver)
-        self.ask = partial(ask, receiver)
         self.close = receiver.close
+        self.traits = replace(
+            receiver.traits,
+            # A thread serves the orders of an engine of several ranks, and is not to copy meanwhile.
+            is_at_hand=lambda source: (
+                num_ranks == source.num_ranks == 1 and receiver.traits.is_at_hand(source)
+            ),
+            # Of the ranks that are read, the first one.
+            is_on_our_device=lambda source: receiver.traits.is_on_our_device(self._each(source)[0]),
+        )
 
     def probe(self, source: Source, read: Read) -> float | None:
         """See ProbingReceiver; every rank of ``source``, of which the slowest counts."""
         return slowest([self._receiver.probe(each, read) for each in self._each(source)])
-
-    def is_at_hand(self, source: Source) -> bool:
-        """See ReadsMemory. A thread serves the orders of an engine of several ranks, and is not to copy meanwhile."""
-        receiver = self._receiver
-        is_alone = self._num_ranks == source.num_ranks == 1
-        return is_alone and isinstance(receiver, ReadsMemory) and receiver.is_at_hand(source)
-
-    def is_on_our_device(self, source: Source) -> bool:
-        """See ReadsDevice; the first rank of ``source`` that is read."""
-        receiver = self._receiver
-        return isinstance(receiver, ReadsDevice) and receiver.is_on_our_device(self._each(source)[0])
 
     def forget(self, source: Source) -> None:
         """See ReceiverTransport; every rank of ``source``."""
@@ -202,6 +196,7 @@ class RankHalf:
     def start(self, memory: KVMemory) -> None:
         """See RankConnector."""
         self._data.half.start(memory)
+        # With their zeros, so that the metrics are visible before the first transfer.
         self._report_counters()
         self._socket.send(self._data.opened())
         self._socket.start()
@@ -301,5 +296,5 @@ class RankHalf:
         self._socket.send(messages.Answer(key, why_not, bytes_per_second))
 
     def _report_counters(self) -> None:
-        if added := self._counters.take():
+        if added := self._counters.drain():
             self._socket.send(messages.Counted(added))

@@ -24,7 +24,7 @@ from kv_transfer.ranks.aggregation import JobAggregator, RangeAggregator, RankPr
 from kv_transfer.ranks.rank_data import RankSettings
 from kv_transfer.ranks.rank_messages import RankSockets
 from kv_transfer.transports.choosing import Chooser
-from kv_transfer.transports.transport import IdleTogether
+from kv_transfer.transports.transport import IdleTogether, ReceiverTraits
 
 _OPENER = "kv_transfer.ranks.rank_data:RankHalf"
 _OPEN_SECONDS = 30.0
@@ -99,6 +99,7 @@ class RankDataGroup:
         key = self._jobs.begin(job.key)
         for rank in range(len(self._settings)):
             self._connected.send(rank, replace(job.in_rank(rank), key=key))
+        # Behind the jobs: a rank ignores a stop of a job that it does not have.
         job.read.when_stopped(partial(self._jobs.stop, key))
 
     def post_commit(self, job: CommitJob) -> None:
@@ -135,7 +136,7 @@ class RankDataGroup:
         }
 
     def progress(self) -> dict[str, int]:
-        """See ``ShowsProgress``: the threads that move KV are in the ranks' processes, which report their counts."""
+        """See ``ConnectorPair``: the threads that move KV are in the ranks' processes, which report their counts."""
         if self._sockets is not None:
             for rank in self._progress.to_ask():
                 self._sockets.send(rank, messages.RequestProgress())
@@ -171,8 +172,7 @@ class RankDataGroup:
                 self._reports.thread_failed(thread, InternalError(f"on rank {rank}: {error}"))
 
     def _on_job_report(self, rank: int, key: str, event: ev.FetchEvent) -> None:
-        outcome = self._jobs.add(key, rank, event)
-        if outcome is not None:
+        if (outcome := self._jobs.add(key, rank, event)) is not None:
             self._reports.fetch_event(*outcome)
 
 
@@ -193,6 +193,8 @@ def _together(ranks: list[messages.Opened]) -> messages.Opened:
 
 class RankReceiver:
     """The transports over which the ranks read; the chooser has it in place of a receiver. probe: see ProbingReceiver."""
+
+    traits = ReceiverTraits()
 
     def __init__(
         self, send_to_all: Callable[[messages.ToRank], None], probe: Callable[[Source, Read], float | None]

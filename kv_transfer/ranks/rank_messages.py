@@ -27,8 +27,8 @@ from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, Source
 
 _READ_BYTES = 2**20
+# Both ends are ours: a longer frame is a bug.
 MAX_FRAME_BYTES = 2**28
-"""Both ends are ours: a longer frame is a bug."""
 _T = TypeVar("_T")
 
 JobEvent = ev.PieceLanded | ev.PieceVerified | ev.JobFailed | ev.JobStopped | ev.CommitDone
@@ -136,7 +136,7 @@ class Counted(RankMessage, frozen=True):
 
 
 class Progress(RankMessage, frozen=True):
-    """Counts of what the threads of this rank have done; see ``ShowsProgress``."""
+    """Counts of what the threads of this rank have done; see ``ConnectorPair.progress``."""
 
     counts: dict[str, int]
 
@@ -165,12 +165,8 @@ def _without_read(value: Any) -> None:
         raise TypeError(f"a {type(value).__name__} cannot be sent to a rank")
 
 
-def _new_read(_: type, __: None) -> Read:
-    return Read()
-
-
 _encoder = msgspec.msgpack.Encoder(enc_hook=_without_read)
-to_rank: msgspec.msgpack.Decoder[ToRank] = msgpack_decoder(ToRank, _new_read)
+to_rank: msgspec.msgpack.Decoder[ToRank] = msgpack_decoder(ToRank, lambda _type, _value: Read())
 from_rank: msgspec.msgpack.Decoder[FromRank] = msgpack_decoder(FromRank)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.errors import TransferError
-from engine.connector import HostParts, HostRow, KVMemory, LandsDirectly
+from engine.connector import DevicePool, HostParts, HostRow, KVMemory
 from kv_transfer.native.folding import WORD_BYTES, fold_words
-from kv_transfer.protocol.digests import Numbers, fold_in_host_memory
+from kv_transfer.protocol.digests import FoldableViews, Numbers, fold_in_host_memory
 from kv_transfer.protocol.reads import BlockPart, Read
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ def address_of(memory: memoryview) -> int:
     return address
 
 
-class BlockViews(Sequence[memoryview]):
+class BlockViews(FoldableViews):
     """The blocks ``block_ids`` of a flat pool, or the part of each, as views made on access: keeping thousands is slow.
 
     ids: the blocks as 64-bit numbers. address: where the pool begins. Raises IndexError for a block outside the pool,
@@ -96,7 +96,7 @@ class BlockViews(Sequence[memoryview]):
         np.add(out, self.first_address, out=out, casting="unsafe")
 
     def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
-        """See FoldsItself."""
+        """See FoldableViews."""
         addresses = np.empty(len(self.ids), np.uint64)
         self.put_addresses(addresses)
         fold_words()(sums, addresses, seeds, first_word, self.view_bytes // WORD_BYTES)
@@ -132,12 +132,10 @@ class BlockViews(Sequence[memoryview]):
         return map(self.pool.__getitem__, spans)  # without Python code for each view
 
 
-class _DeviceViews(Sequence[memoryview]):
+class _DeviceViews(FoldableViews):
     """The blocks ``block_ids`` of a pool on a device, or the part of each. Raises TransferError as ``BlockViews``."""
 
-    def __init__(
-        self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None = None
-    ) -> None:
+    def __init__(self, memory: DevicePool, block_ids: Sequence[int], part: BlockPart | None = None) -> None:
         self.block_bytes = memory.layout.block_bytes
         self.part = part
         self._memory = memory
@@ -163,7 +161,7 @@ class ReadingViews(_DeviceViews):
     """Blocks of a pool on a device that are read only. Each view is a copy, made on access."""
 
     def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
-        """See FoldsItself."""
+        """See FoldableViews."""
         if self._memory.can_fold:
             self._fold_there(sums, seeds, first_word)
         else:
@@ -207,7 +205,7 @@ class LandingViews(_DeviceViews):
     """
 
     def __init__(
-        self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None, read: Read
+        self, memory: DevicePool, block_ids: Sequence[int], part: BlockPart | None, read: Read
     ) -> None:
         super().__init__(memory, block_ids, part)
         self.memory = memory
@@ -248,7 +246,7 @@ class LandingViews(_DeviceViews):
             self._memory.write_rows(chosen, self._span[0], [staged.pop(block_id) for block_id in chosen])
 
     def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
-        """See FoldsItself."""
+        """See FoldableViews."""
         if self.folds_there:
             self._fold_there(sums, seeds, first_word)
         else:
@@ -293,8 +291,8 @@ def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = N
     """Return ``read_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
     if memory.pool_view is not None:
         return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
-    if isinstance(memory, LandsDirectly):
-        return ReadingViews(memory, np.asarray(block_ids, np.int64).tolist(), part)
+    if (device_pool := memory.device_pool) is not None:
+        return ReadingViews(device_pool, np.asarray(block_ids, np.int64).tolist(), part)
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.read_view(int(block_id))[start:end] for block_id in block_ids]
 
@@ -308,20 +306,20 @@ def write_views(
     """
     if memory.pool_view is not None:
         return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids, part)
-    if isinstance(memory, LandsDirectly):
-        return LandingViews(memory, block_ids, part, read or Read())
+    if (device_pool := memory.device_pool) is not None:
+        return LandingViews(device_pool, block_ids, part, read or Read())
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.write_view(block_id)[start:end] for block_id in block_ids]
 
 
 def view_bytes_of(views: Sequence[memoryview]) -> int:
     """Return the size of each of the views, which are equal, without making one where possible."""
-    return views.view_bytes if isinstance(views, BlockViews | _DeviceViews) else views[0].nbytes
+    return views.view_bytes if isinstance(views, FoldableViews) else views[0].nbytes
 
 
 def check_sizes(views: Sequence[memoryview], num_bytes: int, who: str) -> None:
     """Raise TransferError unless each view has ``num_bytes``, the size of what is read of each block of ``who``."""
-    is_uniform = isinstance(views, BlockViews | _DeviceViews)
+    is_uniform = isinstance(views, FoldableViews)
     sizes = {view_bytes_of(views)} if is_uniform else {view.nbytes for view in views}
     if sizes - {num_bytes}:
         raise TransferError(f"a block of {who} has {num_bytes} bytes, not {min(sizes - {num_bytes})}")

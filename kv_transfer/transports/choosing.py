@@ -5,7 +5,6 @@ support them (``shm``: the peer may be on another machine), and are probed first
 thread must not wait; reads from that peer wait for the outcome. How fast a transport is may depend on what its library
 finds between the two workers (``nixl``: CUDA IPC, RDMA, or TCP in disguise). Then its probe measures, so do those of the
 transports behind it, and the fastest is chosen. If a probe or several transfers in a row fail, the next transport is used.
-``nixl`` alone is measured where a connection is opened ahead, for a warning: its library reads by TCP without a word.
 """
 
 import logging
@@ -20,16 +19,33 @@ from contract.errors import InternalError, KvbatonError, TransferError, Unavaila
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import PullJob
-from kv_transfer.protocol.reads import PeerSilentError, Read, Source
-from kv_transfer.transports.by_transport import ReadsByTransport
-from kv_transfer.transports.transport import ProbingReceiver
+from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
+from kv_transfer.transports.transport import ProbingReceiver, ReceiverTraits, fetch_first
 
 logger = logging.getLogger(__name__)
 PostPull = Callable[[PullJob], Callable[[], None] | None]
 MAX_FAILED_IN_A_ROW = 2
 """After so many failed transfers in a row over a transport, the link is read over the next one."""
-SLOW_BYTES_PER_SECOND = 3e9
-"""TCP does not read faster between GPUs; CUDA IPC, and RDMA by a card of 25 Gbit/s or more, do."""
+
+
+class ReadsByTransport:
+    """Reads each source by the receiver of its transport. Base of ``Chooser``, which sets the receivers."""
+
+    def __init__(self) -> None:
+        self._receivers: Mapping[str, ProbingReceiver] = {}
+        self.traits = ReceiverTraits(
+            fetch_first=lambda source, *read: fetch_first(self._receivers[source.transport], source, *read),
+            ask=lambda source, requests: self._traits_for(source).ask(source, requests),
+            is_at_hand=lambda source: self._traits_for(source).is_at_hand(source),
+            is_on_our_device=lambda source: self._traits_for(source).is_on_our_device(source),
+        )
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Fetch by the source's transport."""
+        self._receivers[source.transport].fetch(source, request, views, read)
+
+    def _traits_for(self, source: Source) -> ReceiverTraits:
+        return self._receivers[source.transport].traits
 
 
 @dataclass
@@ -81,7 +97,7 @@ class Alternatives:
         with self._lock:
             return next((other for other in self._link(source).usable if other != source), None)
 
-    def failed(self, source: Source) -> Source:
+    def note_failure(self, source: Source) -> Source:
         """Count a failed transfer; return the source of the link's next transfers."""
         with self._lock:
             link = self._link(source)
@@ -92,7 +108,7 @@ class Alternatives:
                 self._leave(link, source)
             return link.usable[0]
 
-    def worked(self, source: Source) -> None:
+    def note_success(self, source: Source) -> None:
         """Reset the failures in a row: a whole transfer was read from this source."""
         with self._lock:
             self._link(source).num_failed.pop(source.transport, None)
@@ -154,29 +170,6 @@ class _Probe:
     chosen: Source | None = None
 
 
-class _SlowReads:
-    """Warns once of reads over ``nixl`` that another transport would make faster. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._has_warned = False
-
-    def check(self, source: Source, rate: float | None) -> None:
-        """Warn if this is the first rate below ``SLOW_BYTES_PER_SECOND``."""
-        if rate is None or rate >= SLOW_BYTES_PER_SECOND:
-            return
-        with self._lock:
-            is_first, self._has_warned = not self._has_warned, True
-        if is_first:
-            logger.warning(
-                "worker %s is read over nixl at %.3f GB/s only: its library found neither CUDA IPC nor GPUDirect RDMA "
-                "between the two. For GPUs of two machines load nvidia-peermem (or a kernel and driver with DMA-BUF) on "
-                "both, check UCX_TLS and UCX_NET_DEVICES, or set transport to auto, which takes the fastest",
-                source.worker_id,
-                rate / 1e9,
-            )
-
-
 class Chooser(ReadsByTransport):
     """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe."""
 
@@ -187,7 +180,6 @@ class Chooser(ReadsByTransport):
         self._lock = threading.Lock()
         self._probes: dict[Source, _Probe] = {}
         self._is_closed = False
-        self._slow_reads = _SlowReads()
 
     def start(self, receivers: Mapping[str, ProbingReceiver], post: PostPull) -> None:
         """Choose among these; called once, before anything is chosen. post: starts a job without blocking, as ``pull``."""
@@ -251,12 +243,9 @@ class Chooser(ReadsByTransport):
         return self._post(job)
 
     def try_out(self, source: Source, read: Read) -> Tried:
-        """Probe a source by its transport. Warns once if ``nixl`` is slow and there is no other one."""
+        """Probe a source by its transport."""
         try:
-            tried = Tried(bytes_per_second=self._receivers[source.transport].probe(source, read))
-            if list(self._receivers) == ["nixl"]:
-                self._slow_reads.check(source, tried.bytes_per_second)
-            return tried
+            return Tried(bytes_per_second=self._receivers[source.transport].probe(source, read))
         except KvbatonError as error:
             return Tried(error)
         except Exception as error:  # the boundary of a probe: reads wait for its end
@@ -313,6 +302,7 @@ class Chooser(ReadsByTransport):
             del self._probes[first]  # nothing begins to wait from now on
         for then in probe.waiting:
             then(chosen)
+        # What its probe has opened is not used.
         if chosen != first:
             self._receivers[first.transport].forget(first)
         if not is_wanted:
@@ -330,9 +320,8 @@ class Chooser(ReadsByTransport):
                 return self._fastest(probe, rates, why_not)
             why_not.append(f"{candidate.transport} failed: {tried.error.message}")
             self.alternatives.rule_out(candidate)
-            if isinstance(
-                tried.error, PeerSilentError
-            ):  # each further probe could take as long, and reads wait
+            # Each further probe could take as long, and reads wait.
+            if isinstance(tried.error, PeerSilentError):
                 break
         return probe.candidates[-1], "; ".join(why_not)
 

@@ -19,6 +19,7 @@ from kv_transfer.protocol.reads import (
 )
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus, prove_session
 from kv_transfer.transports.data_port import shut_down
+from kv_transfer.transports.transport import ReceiverTraits
 
 _T = TypeVar("_T")
 
@@ -103,6 +104,8 @@ class PeerReceiver:
     establish it. keeps_stale: a stale lease does not close the connection. kind: its name in error texts.
     """
 
+    traits = ReceiverTraits()
+
     def __init__(
         self,
         new_connection: Callable[[Source], PeerConnection],
@@ -151,7 +154,7 @@ class PeerReceiver:
             cached = self._cached.get(source)
             return None if cached in self._in_use else cached
 
-    def _take_unused(self, source: Source) -> PeerConnection | None:
+    def _reserve_unused(self, source: Source) -> PeerConnection | None:
         """Return this source's connection, in use now, if there is one that nothing uses."""
         with self._lock:
             cached = self._cached.get(source)
@@ -172,11 +175,12 @@ class PeerReceiver:
         cached: PeerConnection | None = None
         is_good = False
         try:
-            cached = self._take(source, request)
+            cached = self._reserve(source, request)
             outcome = work(cached)
             is_good = True
             return outcome
         except StaleLeaseError:
+            # The connection itself is in order, unless the sender closes it after such an answer.
             is_good = self._keeps_stale
             raise
         except (OSError, TransferError) as error:
@@ -192,7 +196,7 @@ class PeerReceiver:
             if cached is not None:
                 self._put_back(source, cached, is_good=is_good)
 
-    def _take(self, source: Source, request: ReadRequest | None) -> PeerConnection:
+    def _reserve(self, source: Source, request: ReadRequest | None) -> PeerConnection:
         """Return this source's connection, and mark it as in use. Raises TransferError after ``close``."""
         with self._lock:
             if self._is_closed:

@@ -38,8 +38,8 @@ UNKNOWN_SESSION = "no control link stands behind this connection"
 _LENDER = "data lender"
 _READER = "data reader"
 _MAX_PENDING = 64
+# A frame of a handshake holds three short strings; more is not read of a peer that has proved nothing.
 _MAX_HANDSHAKE_BYTES = 1024
-"""The longest frame of a handshake, which holds three short strings."""
 
 
 class DataStatus(StrEnum):
@@ -175,20 +175,17 @@ class UnauthenticatedConnection:
             raise ShortReadError(0, 1)
         for body in self._frames.feed(data):
             if not self.has_spoken:
-                self._challenge(decode_body(body, DataHello))
+                challenge = self._proofs.challenge(decode_body(body, DataHello))
+                self.sock.sendall(encode_frame(challenge, _MAX_HANDSHAKE_BYTES))
+                if challenge.status is not DataStatus.OK:
+                    raise UnauthenticatedError(UNKNOWN_SESSION)
+                self.has_spoken = True
                 continue
             token = self._proofs.check(decode_body(body, DataProve))
             if not self._frames.is_empty:
                 raise TransferError("the peer goes on before it was answered")
             return token
         return None
-
-    def _challenge(self, hello: DataHello) -> None:
-        challenge = self._proofs.challenge(hello)
-        self.sock.sendall(encode_frame(challenge, _MAX_HANDSHAKE_BYTES))
-        if challenge.status is not DataStatus.OK:
-            raise UnauthenticatedError(UNKNOWN_SESSION)
-        self.has_spoken = True
 
 
 class PendingHandshakes:

@@ -29,8 +29,8 @@ from kv_transfer.transports.transport import TransportContext
 
 logger = logging.getLogger(__name__)
 _MAX_WAIT_SECONDS = 3600.0
+# Linux's TCP_CA_NAME_MAX.
 _MAX_NAME_BYTES = 16
-"""Linux's TCP_CA_NAME_MAX."""
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -137,6 +137,7 @@ class _ServedConnections:
             logger.exception("%s: serving a connection failed", self._name)
         finally:
             with self._lock:
+                # Within the lock: no other thread may shut down a descriptor that is in use again.
                 del self._threads[connection]
                 connection.sock.close()
 

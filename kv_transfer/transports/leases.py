@@ -183,8 +183,8 @@ SLOT_BYTES = 8
 NUM_SLOTS = 65536
 """64-bit counters in a table. Slot 0 belongs to no lease: its value proves that the right table is read."""
 TABLE_BYTES = NUM_SLOTS * SLOT_BYTES
+# Linux: the file can neither be written to nor be mapped writable from now on; existing mappings stay writable.
 _F_SEAL_FUTURE_WRITE = 0x10
-"""Linux: the file can neither be written to nor be mapped writable from now on; existing mappings stay writable."""
 _N = TypeVar("_N", np.int64, np.int32)
 
 

@@ -1,9 +1,9 @@
 """The transports by their names, best first.
 
 To add a transport: copy the folder of one that is like it (``tcp`` is the smallest); it has a ``Sender`` (``leases.py``)
-and a ``ProbingReceiver`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
-Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import
-contract of the transports in ``pyproject.toml``.
+and a ``ProbingReceiver`` (``transport.py``), which publishes what it can do beyond reading as ``ReceiverTraits``. Write a
+function here that opens both and enter it into ``_TRANSPORTS``. Add the name to ``TransferOptions.transport``, to
+``auto_names`` if ``auto`` should offer it, and to the import contract of the transports in ``pyproject.toml``.
 
 Shared parts: ``data_port.py`` for a sender, with the LeaseBook of ``leases.py`` if it answers requests or the
 GenerationTable if it is read without; ``connection_cache.py`` for a receiver.
@@ -34,14 +34,15 @@ def _open_shm(context: TransportContext) -> Transport:
 
 def _open_nixl(context: TransportContext) -> Transport:
     from kv_transfer.transports.nixl.agent import load
-    from kv_transfer.transports.nixl.receiver import NixlReceiver
+    from kv_transfer.transports.nixl.receiver import NixlReceiver, SlowReads
     from kv_transfer.transports.nixl.sender import NixlSender
 
     settings = context.settings
     if settings.transport == AUTO:  # the port that was set is for tcp then
         context = replace(context, settings=settings.model_copy(update={"data_port": 0}))
     sender = NixlSender(context, load(settings.host))
-    return Transport(sender, NixlReceiver(sender.nixl_thread, settings.read_timeout_seconds))
+    slow_reads = None if settings.transport == AUTO else SlowReads()  # auto takes the fastest
+    return Transport(sender, NixlReceiver(sender.nixl_thread, settings.read_timeout_seconds, slow_reads))
 
 
 def _open_nccl(context: TransportContext) -> Transport:

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from pydantic import Field
 
@@ -17,8 +17,51 @@ from kv_transfer.transports.leases import Sender, Sessions
 AUTO = "auto"
 
 
+FetchFirst = Callable[[Source, ReadRequest, Sequence[memoryview], Read, Sequence[ReadRequest]], None]
+"""(source, request, views, read, following): see ``ReceiverTraits.fetch_first``."""
+
+
+@dataclass(frozen=True)
+class ReceiverTraits:
+    """The abilities of a receiver beyond ``ReceiverTransport``. One without any is complete: each has a neutral default.
+
+    fetch_first: does what ``fetch`` does; ``following`` are the requests of the source's next fetches, in order, as far as
+    is known, and the receiver may send them ahead. A request that was sent need not be fetched, and nothing of it is
+    written before its own fetch. None: each request is sent by its own fetch.
+    ask: sends the requests of the source's next fetches, in order, if nothing is in the way. Does not block; called while
+    nothing is fetched from the source.
+    is_at_hand: returns whether a fetch would only copy memory of this machine: it neither connects to the source nor waits
+    for it. The thread that orders a short read then makes it itself.
+    is_on_our_device: returns whether the source's pool is on the device of this worker's pool; False if that is not known
+    yet. Blocks are then not read layer by layer, since each read would stop the pass that computes there.
+
+    A receiver publishes the record as its attribute ``traits``. One that maps the pools of its peers::
+
+        class MappingReceiver(PeerReceiver):
+            def __init__(self, timeout_seconds: float) -> None:
+                super().__init__(partial(_Mapping, timeout_seconds=timeout_seconds))
+                self.traits = ReceiverTraits(is_at_hand=self.is_at_hand)
+
+            def is_at_hand(self, source: Source) -> bool:
+                mapping = self._unused(source)
+                return mapping is not None and mapping.is_mapped
+
+    What stands for other receivers (``Chooser``, ``RankReader``) publishes traits that ask theirs. To add a trait, give it a
+    default here that changes nothing for the receivers without it, and read it as ``receiver.traits.NAME``.
+    """
+
+    fetch_first: FetchFirst | None = None
+    ask: Callable[[Source, Sequence[ReadRequest]], None] = lambda _source, _requests: None
+    is_at_hand: Callable[[Source], bool] = lambda _source: False
+    is_on_our_device: Callable[[Source], bool] = lambda _source: False
+
+
 class ReceiverTransport(Protocol):
     """Reads blocks of other processes' pools. Thread-safe: one thread at a time fetches from one source."""
+
+    @property
+    def traits(self) -> ReceiverTraits:
+        """Its abilities beyond these methods."""
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Fill ``views[i]`` with the block ``request.first_block + i``; terminal when it returns or raises.
@@ -49,30 +92,6 @@ def slowest(rates: Sequence[float | None]) -> float | None:
     return min(measured) if measured and len(measured) == len(rates) else None
 
 
-@runtime_checkable
-class AsksAhead(Protocol):
-    """A receiver that may send requests before their fetches begin.
-
-    A request that was sent need not be fetched, and nothing of it is written before its own fetch.
-    """
-
-    def ask(self, source: Source, requests: Sequence[ReadRequest]) -> None:
-        """Send the requests of the source's next fetches, in order, if nothing is in the way. Does not block.
-
-        Called while nothing is fetched from the source.
-        """
-
-    def fetch_first(
-        self,
-        source: Source,
-        request: ReadRequest,
-        views: Sequence[memoryview],
-        read: Read,
-        following: Sequence[ReadRequest],
-    ) -> None:
-        """Do what ``fetch`` does. following: the requests of the source's next fetches, in order, as far as is known."""
-
-
 def fetch_first(
     receiver: ReceiverTransport,
     source: Source,
@@ -82,32 +101,10 @@ def fetch_first(
     following: Sequence[ReadRequest],
 ) -> None:
     """Fetch over any receiver; one that can do so sends the requests that follow ahead."""
-    if isinstance(receiver, AsksAhead):
-        receiver.fetch_first(source, request, views, read, following)
-    else:
+    if (fetch := receiver.traits.fetch_first) is None:
         receiver.fetch(source, request, views, read)
-
-
-def ask(receiver: ReceiverTransport, source: Source, requests: Sequence[ReadRequest]) -> None:
-    """Send requests ahead over a receiver that can do so."""
-    if isinstance(receiver, AsksAhead):
-        receiver.ask(source, requests)
-
-
-@runtime_checkable
-class ReadsMemory(Protocol):
-    """A receiver that may copy blocks out of memory of this machine."""
-
-    def is_at_hand(self, source: Source) -> bool:
-        """Return whether a fetch would only copy: it neither connects to the source nor waits for it."""
-
-
-@runtime_checkable
-class ReadsDevice(Protocol):
-    """A receiver that may read blocks of the device that this worker's pool is on, too."""
-
-    def is_on_our_device(self, source: Source) -> bool:
-        """Return whether the source's pool is on it; False if that is not known yet."""
+    else:
+        fetch(source, request, views, read, following)
 
 
 @dataclass(frozen=True)

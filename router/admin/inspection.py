@@ -13,10 +13,10 @@ from router.batches.service import BatchService
 from router.migration.standing_orders import StandingOrders
 from router.request_path import RequestPath
 from router.telemetry.metrics import SAMPLE_SECONDS, RouterMetrics
-from router.telemetry.pool_state import PoolLoad, pool_loads, pool_states
+from router.telemetry.pool_state import PoolLoad, decided_by, pool_states
 from router.workers.worker_facts import worker_facts
-from serving.metric_aliases import Alias, AliasCollector
-from serving.process_facts import process_identity
+from serving.admin import process_identity
+from serving.metrics import Alias, AliasCollector
 
 
 class Inspection:
@@ -52,9 +52,10 @@ class Inspection:
         metrics = self._metrics
         metrics.load.set_requests(path.tracker.num_waiting, path.tracker.num_running, path.queue.decisions())
         metrics.load.set_pools(self._loads(), path.registry.memory.restarts)
-        failed = path.unreachable.failed(path.registry.workers)
+        failed = path.runs.unreachable.failed(path.registry.workers)
         metrics.load.set_failed_pairs(Counter(pair.kind for pair in failed))
         metrics.recent.set()
+        # gauges are set when they are read: what depends on time has no event at which it changes
         self._scaling.publish()
         return AliasCollector(metrics, self._aliases, self._model_name)
 
@@ -63,7 +64,7 @@ class Inspection:
         path = self._path
         waiting = path.tracker.num_waiting
         running = path.tracker.num_running
-        failed = path.unreachable.facts(path.registry.workers)
+        failed = path.runs.unreachable.facts(path.registry.workers)
         num_failed = Counter(name for pair in failed for name in (pair["prefill"], pair["decode"]))
         return {
             "version": version("kvbaton"),
@@ -99,7 +100,15 @@ class Inspection:
     def _loads(self) -> list[PoolLoad]:
         path = self._path
         pools = pool_states(path.registry.workers, path.queue.oldest_waits())
-        return pool_loads(pools, self._metrics.recent.latency(), self._metrics.requests.times.goals.goals)
+        recent = self._metrics.recent.latency()
+        goals = self._metrics.requests.times.goals.goals
+        return [
+            PoolLoad(
+                *(role, pool.states, pool.utilization, pool.queue_seconds),
+                pool.pressure(goals, decided_by(role, pools, recent)),
+            )
+            for role, pool in pools.items()
+        ]
 
     async def sample(self) -> None:
         """Sample the counts whose recent growth is published, until cancelled."""
@@ -118,7 +127,7 @@ class Inspection:
             "model": path.models.card().name if path.models.is_known else None,
             "requests": path.tracker.num_by_state(),
             "num_in_line": len(path.queue),
-            "batch_requests": self._batches.num_by_state() if self._batches else None,
+            "batch_requests": self._batches.gate.num_by_state() if self._batches else None,
             "num_tasks": len(path.tasks),
             "moves": [move.as_dict() for move in self._metrics.moves.recent],
             "workers": [worker.debug_state() for worker in path.registry.workers],

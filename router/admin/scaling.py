@@ -22,8 +22,8 @@ class ScalingReports:
         self._clock = clock
         self._last: tuple[float, ScalingReport] | None = None
 
-    def take(self, report: ScalingReport) -> None:
-        """Take a decision, and count it."""
+    def record(self, report: ScalingReport) -> None:
+        """Keep a decision as the last one, and count it."""
         self._last = (self._clock(), report)
         for role, decision in _pools(report).items():
             self._metrics.decided(role, decision)
@@ -31,10 +31,12 @@ class ScalingReports:
     def wakes(self, roles: frozenset[Role]) -> bool:
         """Return True if an autoscaler starts a worker of each of these roles when a request waits for one."""
         pools = self._pools()
+        # a pool that may have no worker is started for a request that waits, so the request need not fail
         return bool(roles) and all(role in pools and pools[role].least == 0 for role in roles)
 
     def publish(self) -> None:
         """Set the gauges to the values of this moment."""
+        # an old decision is not shown as the present one: its autoscaler has stopped
         is_valid = self._last is not None and bool(self._pools())
         num_restarts = self._last[1].num_restarts if self._last is not None and is_valid else None
         self._metrics.set(self._pools(), self._age(), num_restarts)
@@ -81,6 +83,7 @@ class ScalingLeases:
     def ask(self, wanted: ScalingLease) -> ScalingLease:
         """Grant the lease, prolong it or take it back; return who has it. It is refused while another one has it."""
         now = self._clock()
+        # a holder that died gives nothing back; its lease ends by itself
         is_free = self._holder is None or now >= self._until
         if not is_free and self._holder is not None and self._holder != wanted.holder:
             if wanted.seconds:

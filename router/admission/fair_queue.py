@@ -75,14 +75,8 @@ class _Tenant:
     own_time: float = 0.0
     families: dict[str, _Family] = field(default_factory=dict)
 
-    def tag_for(self, order: QueueOrder) -> float:
-        family = self.families.setdefault(order.family, _Family(tag=self.own_time))
-        family.num_waiting += 1
-        tag = max(family.tag, self.own_time)
-        family.tag = tag + order.cost
-        return tag
-
     def leave(self, order: QueueOrder, cost: float) -> None:
+        # its families take turns, so its own clock runs the slower the more of them wait
         self.own_time += cost / len(self.families)
         family = self.families[order.family]
         family.num_waiting -= 1
@@ -116,11 +110,16 @@ class FairQueue(Generic[_L, _T]):
     def add(self, lane: _L, order: QueueOrder, item: _T) -> QueueEntry[_L, _T]:
         """Queue a request."""
         tenant = self._tenants.setdefault(order.tenant, _Tenant(virtual_time=self._time))
+        # a client that had nothing waiting has not saved up time, or it would pass all others for as long as it was idle
         if not tenant.families:
             tenant.virtual_time = max(tenant.virtual_time, self._time)
             tenant.own_time = 0.0
-        tag = tenant.tag_for(order)
+        family = tenant.families.setdefault(order.family, _Family(tag=tenant.own_time))
+        family.num_waiting += 1
+        tag = max(family.tag, tenant.own_time)
+        family.tag = tag + order.cost
         self._num_entries += 1
+        # a replay is in the middle of its answer, so it waits behind no request that its client has not begun
         rank = (_BEGUN if order.is_replay else tag, order.arrival, self._num_entries)
         entry = QueueEntry(rank, order, lane, item)
         self._put(entry)
@@ -138,6 +137,7 @@ class FairQueue(Generic[_L, _T]):
         may_start: returns False for a client's first request to let other clients overtake it.
         """
         priorities = self._lanes.get(lane, {})
+        # one client with one priority is the usual case, and needs no comparison
         if len(priorities) == 1:
             (tenants,) = priorities.values()
             if len(tenants) == 1:
@@ -148,6 +148,7 @@ class FairQueue(Generic[_L, _T]):
             for priority, tenants in priorities.items()
         }
         if self._is_aged_turn:
+            # requests in the background do not age: they wait until the service is idle, however long that takes
             aged = [
                 first for priority in firsts if priority > BACKGROUND_PRIORITY for first in firsts[priority]
             ]
@@ -156,7 +157,7 @@ class FairQueue(Generic[_L, _T]):
         highest = max((priority for priority, found in firsts.items() if found), default=None)
         return None if highest is None else min(firsts[highest], key=self._sort_key)
 
-    def take(self, entry: QueueEntry[_L, _T], part: float = 1.0) -> None:
+    def admit(self, entry: QueueEntry[_L, _T], part: float = 1.0) -> None:
         """Remove a request that is admitted. Its client is charged, unless it was begun before or is in the background.
 
         part: of its cost, if a part of its choices begins.
@@ -164,11 +165,12 @@ class FairQueue(Generic[_L, _T]):
         self._remove(entry, self._charge(self._tenants[entry.order.tenant], entry.order, part))
 
     def charge(self, order: QueueOrder, part: float = 1.0) -> None:
-        """Count the cost of a request as ``take`` does. It is admitted without a wait, while no other one waits."""
+        """Count the cost of a request as ``admit`` does. It is admitted without a wait, while no other one waits."""
         if (tenant := self._tenants.get(order.tenant)) is None:
             tenant = self._tenants[order.tenant] = _Tenant()
         tenant.virtual_time = max(tenant.virtual_time, self._time)
         self._charge(tenant, order, part)
+        # without a lead over others it is like a client that never came, and keys that are not used again cost no memory
         if tenant.virtual_time <= self._time:
             del self._tenants[order.tenant]
 
@@ -187,6 +189,7 @@ class FairQueue(Generic[_L, _T]):
         is_free = order.is_replay or order.priority == BACKGROUND_PRIORITY
         cost = 0.0 if is_free else order.cost * part
         if cost:
+            # the time of the service is that at which the client that is served now began
             self._time = max(self._time, tenant.virtual_time)
             tenant.virtual_time += cost
             self._turn += 1
@@ -219,6 +222,7 @@ class FairQueue(Generic[_L, _T]):
         priorities = self._lanes[entry.lane]
         tenants = priorities[order.priority]
         entries = tenants[order.tenant]
+        # by bisection, since thousands may wait and any of them may be cancelled; ranks differ, as each has a number
         del entries[bisect_left(entries, entry.rank, key=_RANK)]
         if not entries:
             del tenants[order.tenant]

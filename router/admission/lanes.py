@@ -1,4 +1,4 @@
-"""Waiting requests, sorted by the workers that they fit, and a time limit for those that fit none."""
+"""Waiting requests, sorted by the workers that they fit, and time limits for those that fit none or lack a role."""
 
 import asyncio
 import time
@@ -12,12 +12,67 @@ from contract.errors import UnavailableError
 from contract.identity import Role
 from router.admission.fair_queue import FairQueue, QueueEntry, QueueOrder, StartRule
 from router.admission.reservation import Reservation
-from router.admission.role_timeouts import RoleTimeouts
 from router.intake.request import BACKGROUND_PRIORITY
-from router.routing.legs import RequestPlan
+from router.routing.legs import PLANS, RequestPlan
 from router.routing.policy import PlacementRequest, candidates, missing_role, why_too_long
 from router.routing.views import WorkerViews
 from router.workers.registry import Registry
+
+
+class RoleTimeouts:
+    """Owns a timer for each plan that lacks a role: an embedding lacks less than an answer, and so does a replay.
+
+    seconds: how long a role may have no worker. on_expired: called when that time has passed for one of the plans.
+    expired: the plans whose requests must not wait any longer.
+    """
+
+    def __init__(self, seconds: float, on_expired: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._on_expired = on_expired
+        self._missing: dict[RequestPlan, str | None] = dict.fromkeys(PLANS, "no worker was ever attached")
+        self._timers: dict[RequestPlan, asyncio.TimerHandle] = {}
+        self.expired: set[RequestPlan] = set()
+        self._version: int | None = None
+
+    def update(self, workers: WorkerViews) -> None:
+        """Start the timer of each plan that lacks a role now, and stop the others."""
+        if workers.version == self._version:
+            return
+        # this runs at every decision, but what a plan lacks changes only with the version
+        self._version = workers.version
+        for plan in PLANS:
+            self._missing[plan] = missing = missing_role(workers.sizes, plan)
+            if missing is None:
+                self._stop(plan)
+            # an expired plan stays so until its role has a worker: what arrives meanwhile fails at once
+            elif plan not in self._timers and plan not in self.expired:
+                loop = asyncio.get_running_loop()
+                self._timers[plan] = loop.call_later(self._seconds, self._expire, plan)
+
+    def missing(self, plan: RequestPlan) -> str | None:
+        """Describe what a request of this plan lacks; return None if it can be placed sooner or later."""
+        return self._missing[plan]
+
+    def error(self, plan: RequestPlan) -> UnavailableError:
+        """Return the error of a request of this plan that must not wait any longer."""
+        return UnavailableError(
+            f"no worker is ready: {self._missing[plan]}, for {self._seconds:g} s; try again later"
+        )
+
+    def close(self) -> None:
+        """Stop all timers."""
+        for plan in PLANS:
+            self._stop(plan)
+
+    def _stop(self, plan: RequestPlan) -> None:
+        self.expired.discard(plan)
+        if timer := self._timers.pop(plan, None):
+            timer.cancel()
+
+    def _expire(self, plan: RequestPlan) -> None:
+        del self._timers[plan]
+        self.expired.add(plan)
+        self._on_expired()
 
 
 class Lane(NamedTuple):
@@ -98,7 +153,7 @@ class Lanes:
 
     def admit(self, entry: Entry, reservation: Reservation) -> None:
         """End the wait of a request with its reservation. Its client is charged for the choices that begin."""
-        self._queue.take(entry, reservation.num_choices / entry.item.request.num_choices)
+        self._queue.admit(entry, reservation.num_choices / entry.item.request.num_choices)
         entry.item.is_queued = False
         entry.item.reservation.set_result(reservation)
 
@@ -115,7 +170,7 @@ class Lanes:
         """Remove the requests that must not wait for a role any longer, and end their waits with an error."""
         for entry in list(self._queue):
             plan = entry.item.request.least_plan
-            if timeouts.is_expired(plan):
+            if plan in timeouts.expired:
                 self.discard(entry)
                 entry.item.fail(timeouts.error(plan))
 
@@ -141,6 +196,7 @@ class Lanes:
         if found or missing_role(workers.sizes, request.least_plan):  # a missing role has its own timeout
             waiting.stop_timer()
         elif waiting.timer is None and not waiting.reservation.done():
+            # a worker has rejected it because of its size, so to wait until that one starts again would not help
             seconds = 0.0 if request.too_small else self._wait_seconds
             waiting.timer = asyncio.get_running_loop().call_later(seconds, self._give_up, waiting)
         return Lane(request.least_plan, found)
@@ -151,6 +207,7 @@ class Lanes:
         request = waiting.request
         if request.may_be_cut and request.max_length:
             waiting.request = structs.replace(request, max_length=0)
+            # its lane is found anew though no worker has changed
             self._sorted_version = None
             self._on_shortened()
         else:

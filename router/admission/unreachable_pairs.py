@@ -71,6 +71,7 @@ class UnreachablePairs:
         """Record that no KV was handed over because of an error between the two."""
         key = (prefill.session, decode.session)
         known = self._failures.get(key)
+        # an incompatible or unreachable peer is certain at the first failure; a single transfer may have had bad luck
         if error.kind is ErrorKind.TRANSFER_FAILED and known is None:
             self._failed_transfers[key] += 1
             if self._failed_transfers[key] < _MAX_FAILED_TRANSFERS:
@@ -80,13 +81,20 @@ class UnreachablePairs:
             pause = known.pause_seconds * (2 if known.is_probed else 1)
         pause = min(pause, LAST_PAUSE_SECONDS)
         now = self._clock()
+        # what is incompatible stays so until one of the two starts anew
         until = math.inf if error.kind is ErrorKind.INCOMPATIBLE else now + pause
         since = known.since if known else now
         self._failures[key] = FailedPair(
             prefill.name, decode.name, error.kind, error.message, since, until, pause
         )
+        # once for a pair, and not for each request that was placed on it
         if known is None:
-            self._log_failure(self._failures[key])
+            logger.warning(
+                "worker %s cannot hand KV over to worker %s (%s): %s; other pairs are chosen, or the decode worker computes "
+                "prompts itself, until %s",
+                *(prefill.name, decode.name, error.kind.value, error.message),
+                "one of them starts anew" if math.isinf(until) else "a hand-over succeeds",
+            )
 
     def record_success(self, prefill: AttachedWorker, decode: AttachedWorker) -> None:
         """Record that KV was handed over between the two."""
@@ -99,6 +107,8 @@ class UnreachablePairs:
         """Record that a request was placed on the pair. That matters only after a failure, when the pause is over."""
         key = (prefill.session, decode.session)
         if known := self._failures.get(key):
+            # until the probe has a result no other request risks the pair; a probe that is cancelled has none, so time
+            # passes
             until = max(known.until, self._clock() + max(known.pause_seconds, _PROBE_SECONDS))
             self._failures[key] = replace(known, until=until, is_probed=True)
 
@@ -110,6 +120,7 @@ class UnreachablePairs:
     def failed(self, workers: Iterable[AttachedWorker]) -> list[FailedPair]:
         """Return the pairs whose last hand-over has failed, of workers that are attached; forget the others."""
         if self._failures or self._failed_transfers:
+            # a worker that starts again has another session, so nothing is known of its pairs
             sessions = {worker.session for worker in workers}
             for counts in (self._failures, self._failed_transfers):
                 for key in [key for key in counts if not sessions.issuperset(key)]:
@@ -120,12 +131,3 @@ class UnreachablePairs:
         """Return ``failed`` as plain data."""
         now = self._clock()
         return [pair.as_dict(now) for pair in self.failed(workers)]
-
-    @staticmethod
-    def _log_failure(pair: FailedPair) -> None:
-        logger.warning(
-            "worker %s cannot hand KV over to worker %s (%s): %s; other pairs are chosen, or the decode worker computes "
-            "prompts itself, until %s",
-            *(pair.prefill, pair.decode, pair.kind.value, pair.message),
-            "one of them starts anew" if math.isinf(pair.until) else "a hand-over succeeds",
-        )

@@ -1,22 +1,27 @@
 """One choice's tokens become the text that its client reads.
 
-End tokens are hidden, stop strings cut, reasoning and tool calls separated from content, and tokens counted.
+Tokens are detokenized (``TokenTexts``), end tokens hidden, stop strings cut, reasoning and tool calls separated from
+content, and tokens counted. With ``best_of``, the best of several whole answers are chosen (``choose_best``).
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Protocol
 
 import msgspec
+from msgspec import structs
 
 from contract.outputs import FinishReason, TokenLogprobs
 from router.answers.timings import Timings
-from router.answers.token_texts import TokenTexts
 from router.intake.prepared_request import PreparedRequest
 from router.tokens.delivery import Token, TokenBatch
+from text.detokenizer import Detokenizer
 from text.model_card import ModelCard
-from text.parsing.answer import AnswerParser
-from text.parsing.pieces import CallPiece, Content, Piece, Reasoning, append
+from text.parsing.answer_format import AnswerParser
+from text.parsing.parser import CallPiece, Content, Piece, Reasoning, append
 from text.stop import StopStrings
+from text.tokenizer import Tokenizer
 
 _PROMPT_END = 32
 """Last tokens of a prompt, by which a parser finds out if the prompt has opened the reasoning."""
@@ -119,6 +124,7 @@ class Answer:
         self._stops = StopStrings(request.stop, is_kept=request.include_stop_str_in_output)
         self._parser = AnswerParser()
         if request.chat:
+            # a template may end with the opening tag, so that the answer begins inside the reasoning
             end = tokenizer.decode(request.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
             self._parser = card.answer_format.parser(
                 request.chat, end, has_grammar=request.sampling.grammar is not None
@@ -134,6 +140,7 @@ class Answer:
             self._parser.tags,
             skip_special_tokens=request.skip_special_tokens,
         )
+        # most answers: their text goes to the client as it is, for which no parser and no search is called
         self._is_plain = self._parser.is_plain and self._stops.is_empty
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -148,7 +155,20 @@ class Answer:
         """Return the delta of a batch. Tokens after a stop string are not part of it."""
         delta = Delta()
         for token in batch.tokens:
-            self._push_token(token, delta)
+            text, token.text_offset = self._texts.push(token)
+            delta.tokens.append(token)
+            self.num_tokens += 1
+            if self._is_plain:
+                _add_plain(delta, text)
+                continue
+            was_reasoning = self._parser.is_reasoning
+            # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once
+            certain = text if self.num_tokens < self._min_tokens else self._stops.push(text)
+            if certain:
+                delta.add(self._parser.push(certain))
+            if was_reasoning or self._parser.is_reasoning:
+                self.num_reasoning_tokens += 1
+                delta.num_reasoning_tokens = len(delta.tokens)
             if self._stops.matched is not None:
                 return self._end(delta, FinishReason.STOP, self._stops.matched)
         if batch.finish_reason is None:
@@ -161,23 +181,6 @@ class Answer:
             return self._end(delta, FinishReason.STOP, self._stops.matched)
         delta.add(self._parser.push(self._stops.flush()))
         return self._end(delta, batch.finish_reason, batch.stop_reason)
-
-    def _push_token(self, token: Token, delta: Delta) -> None:
-        text, offset = self._texts.push(token)
-        token.text_offset = offset
-        delta.tokens.append(token)
-        self.num_tokens += 1
-        if self._is_plain:
-            _add_plain(delta, text)
-            return
-        was_reasoning = self._parser.is_reasoning
-        # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once
-        certain = text if self.num_tokens < self._min_tokens else self._stops.push(text)
-        if certain:
-            delta.add(self._parser.push(certain))
-        if was_reasoning or self._parser.is_reasoning:
-            self.num_reasoning_tokens += 1
-            delta.num_reasoning_tokens = len(delta.tokens)
 
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> Delta:
         self.is_finished = True
@@ -193,3 +196,81 @@ def _add_plain(delta: Delta, text: str) -> None:
     if text:
         delta.text += text
         append(delta.pieces, Content(text))
+
+
+class TokenTexts:
+    """Detokenizes the tokens of one answer, in order, and counts the characters.
+
+    hidden: token ids without text. tags: token ids that separate the parts of an answer; each has its own text, whether or
+    not special tokens are skipped.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        hidden: Iterable[int],
+        tags: Iterable[str],
+        *,
+        skip_special_tokens: bool,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._token_bytes = tokenizer.token_bytes
+        self._hidden = frozenset(hidden)
+        self._tags = {tokenizer.token_id(tag): tag for tag in tags}
+        self._num_characters = 0
+        self._holds_text = False
+
+    def push(self, token: Token) -> tuple[str, int]:
+        """Return the text that became certain with a token, and the offset at which the token itself begins."""
+        token_id = token.token_id
+        if token_id in self._hidden:
+            text = ""
+        elif (tag := self._tags.get(token_id)) is None:
+            text = self._detokenizer.push(token_id)
+        else:
+            text = self._detokenizer.flush() + tag
+        offset = self._num_characters
+        # the text may begin with characters that earlier tokens had left unfinished
+        if self._holds_text and len(text) > 1:
+            offset += self._num_before(token_id, text)
+        self._num_characters += len(text)
+        self._holds_text = self._detokenizer.has_unread
+        return text, offset
+
+    def flush(self) -> str:
+        """Return the text of an unfinished character at the end of the answer."""
+        return self._detokenizer.flush()
+
+    def _num_before(self, token_id: int, text: str) -> int:
+        """Return how many characters of ``text`` belong to earlier tokens."""
+        raw = self._token_bytes(token_id)
+        own = raw.decode("utf-8", "ignore")
+        begins = bool(raw) and raw[0] & 0xC0 != 0x80
+        return len(text) - len(own) if begins and text.endswith(own) else 0
+
+
+def choose_best(deltas: Sequence[Delta], num_chosen: int, num_choices: int) -> list[Delta]:
+    """Choose ``num_chosen`` of every ``num_choices`` answers in a row: highest log probability per token, best first.
+
+    All tokens have log probabilities. The usage of the other answers is added to that of the best one.
+    """
+    answers: defaultdict[int, list[Delta]] = defaultdict(list)
+    for delta in deltas:
+        answers[delta.index].append(delta)
+    logprobs = {
+        index: [token.logprobs.logprob for delta in found for token in delta.tokens if token.logprobs]
+        for index, found in answers.items()
+    }
+    chosen = []
+    for start in range(0, len(answers), num_choices):
+        ranked = sorted(range(start, start + num_choices), key=lambda index: -fmean(logprobs[index]))
+        usages = [delta.usage for index in ranked for delta in answers[index] if delta.usage]
+        for rank, index in enumerate(ranked[:num_chosen]):
+            place = start // num_choices * num_chosen + rank
+            *earlier, last = answers[index]
+            # the tokens of answers that are not returned were computed as well, and are shown with the best one
+            usage = last.usage if rank or not usages else sum(usages[num_chosen:], start=usages[0])
+            chosen += [structs.replace(delta, index=place) for delta in earlier]
+            chosen.append(structs.replace(last, index=place, usage=usage))
+    return chosen

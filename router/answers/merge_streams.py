@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from router.answers.answer import Delta
-from router.concurrency.tasks import cooperatively
+from router.concurrency import cooperatively
 
 _Items = asyncio.Queue[Delta | Exception | None]
 """Deltas of all streams; None at the end of a stream."""
@@ -21,8 +21,10 @@ def merge_streams(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenera
 
 
 async def _merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    # one delta: a client that does not read holds up all streams, and their tokens are bounded where they wait
     items: _Items = asyncio.Queue(maxsize=1)
     tasks: list[asyncio.Task[None]] = []
+    # in a task of its own: the first deltas are passed on while hundreds of others begin
     starting = asyncio.create_task(_start(streams, items, tasks))
     num_open = len(streams)
     try:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from contract.outputs import TransferReport
 
@@ -43,23 +44,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values by the names of the gRPC message ``Timings``."""
-        return {
-            "queue": self.queue,
-            "intake": self.intake,
-            "placement": self.placement,
-            "worker": self.worker,
-            "engine_queue": self.engine_queue,
-            "messages": self.messages,
-            "prefill": self.prefill,
-            "transfer": self.transfer,
-            "first_decode_step": self.first_decode_step,
-            "decode": self.decode,
-            "end_to_end": self.end_to_end,
-            "transfer_hidden": self.transfer_hidden,
-            "transfer_bytes": self.transfer_bytes,
-            "transfer_pieces": self.transfer_pieces,
-            "transfer_copying": self.transfer_copying,
-        }
+        return {"queue": self.queue, **structs.asdict(self), "end_to_end": self.end_to_end}
 
 
 class Stopwatch:
@@ -102,6 +87,7 @@ class Stopwatch:
         queued = self.arrival if self.queued_at is None else self.queued_at
         bound = queued if self.bound_at is None else self.bound_at
         from_bound = token_0 - bound
+        # each is cut to what is left of the interval, so that the parts sum to the whole whatever a worker reports
         prefill = min(max(self.prefill_seconds, 0.0), from_bound)
         engine_queue = min(max(self.engine_queue_seconds, 0.0), from_bound - prefill)
         between = from_bound - prefill - engine_queue

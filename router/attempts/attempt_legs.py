@@ -1,16 +1,112 @@
 """The legs of one attempt, and how one takes over from the other."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
-from contract.identity import Role
+from contract.errors import KvbatonError
+from contract.requests import EngineRequest
 from router.admission.reservation import Reservation
-from router.attempts.bound_leg import Leg
-from router.routing.legs import LegKind, Transfer
+from router.routing.legs import LegKind, LegPlan, Result, Transfer
 from router.tokens.inbox import Event
-from router.workers.attached_worker import AttachedWorker
+from router.workers.attached_worker import AttachedWorker, LegKey
 from router.workers.capacity import CreditHold
-from router.workers.leg_routes import LegKey
+from wire.legs import cancel_to_proto
+
+
+def _drop(_event: Event) -> None:
+    pass
+
+
+class Leg:
+    """The state of one leg.
+
+    next_index: index of the token that it emits next. may_hold: the worker may still have the request in memory.
+    """
+
+    def __init__(self, plan: LegPlan, kind: LegKind, worker: AttachedWorker) -> None:
+        self.kind = kind
+        self.worker = worker
+        self.first_index = plan.first_index
+        self.next_index = plan.first_index
+        self.may_hold = True
+        self._is_done = False
+        # They differ from a hand-off on: the worker's entries name this attempt, its lease the next one.
+        self._keys: tuple[LegKey, LegKey] = (("", 0, 0), ("", 0, 0))
+        """The key of its entries, and the one by which it is cancelled."""
+        self._hold: CreditHold | None = None
+        self._receive: Callable[[Event], None] = _drop
+
+    @property
+    def has_emitted(self) -> bool:
+        """True if a token of it has arrived. It was accepted then, even if the call has failed."""
+        return self.next_index > self.first_index
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while its first token is still to come."""
+        return self.kind.result is Result.TOKENS and not self.has_emitted
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing that happens to the worker matters to the request any more."""
+        if self.may_hold:
+            return False
+        return self._is_done if self.kind.result is Result.NONE else self.has_emitted
+
+    def bind(self, key: LegKey, on_event: "Callable[[Leg, Event], None]", hold: CreditHold) -> None:
+        """Pass what the worker sends for it to ``on_event``. The leg releases ``hold`` when it is unbound."""
+        self._keys = (key, key)
+        self._receive = partial(on_event, self)
+        self._hold = hold
+        self.worker.routes.bind(key, self._receive)
+
+    def unbind(self) -> None:
+        """Receive nothing more, and release the worker's credit. Does nothing the second time."""
+        self.worker.routes.unbind(self._keys[0])
+        self._receive = _drop  # a cycle of references would wait for the search for garbage
+        if self._hold:
+            self._hold.release()
+
+    def may_be_lent_to(self, attempt: int) -> None:
+        """Record that the worker may hold a lease for this later attempt, which a cancel has to end too."""
+        key = self._keys[0]
+        (request_id, _, choice) = key
+        self._keys = (key, (request_id, attempt, choice))
+
+    def detach_hold(self) -> CreditHold:
+        """Record that the worker has ended it and lends its KV. Return the worker's credit, which another leg releases."""
+        assert self._hold is not None, "the leg is not bound"
+        hold = self._hold
+        self._hold = None
+        self.on_ended()
+        return hold
+
+    def on_ended(self) -> None:
+        """Record that the worker has ended it, or that a later leg has taken over: the worker holds nothing."""
+        self._is_done = True
+        self.may_hold = False
+
+    def reject(self, error: KvbatonError) -> None:
+        """Process that it was not accepted in time, or that the worker is lost. Nothing follows if it has emitted tokens."""
+        if not self.has_emitted:
+            self._receive(error)
+
+    def cancel(self) -> None:
+        """Cancel it on the worker if that may still hold it."""
+        if self.may_hold and not self.worker.gone.is_set():
+            self.worker.orders.cancel(cancel_to_proto(*self._keys[1]))
+
+
+def start(legs: Sequence[Leg], request: EngineRequest, on_sent: Callable[[], None]) -> None:
+    """Order the one worker of all these legs to start them. on_sent: called when the order was sent."""
+    leg = legs[0]
+
+    def reject(error: KvbatonError) -> None:
+        for each in legs:
+            each.reject(error)
+
+    leg.worker.orders.start(leg.kind.order(request), reject, on_sent)
 
 
 class AttemptLegs:
@@ -25,6 +121,8 @@ class AttemptLegs:
         self.first = self._legs[0]
         self.last = self._legs[-1]
         self._open: list[Leg] = []
+        self._binding: tuple[LegKey, Callable[[Leg, Event], None]] | None = None
+        """The key by which the legs are bound, and what receives their events."""
 
     @classmethod
     def of(cls, reservation: Reservation, kinds: Mapping[str, LegKind]) -> "AttemptLegs":
@@ -43,14 +141,9 @@ class AttemptLegs:
                 return sender.worker, receiver.worker
         return None
 
-    @property
-    def computed_by_decoder(self) -> str | None:
-        """The id of the decode worker that computes the prompt itself; None if another one does."""
-        worker = self.last.worker
-        return worker.name if worker.role is Role.DECODE and not self.hand_over else None
-
     def bind(self, key: LegKey, on_event: Callable[[Leg, Event], None], holds: Sequence[CreditHold]) -> None:
         """Bind every leg to its worker, with the credit that was reserved there."""
+        self._binding = key, on_event
         self._open = list(self._legs)
         for leg, hold in zip(self._legs, holds, strict=True):
             leg.bind(key, on_event, hold)
@@ -67,10 +160,10 @@ class AttemptLegs:
         """Return how many tokens an answer of ``max_tokens`` at most may have when this leg ends."""
         return max_tokens if leg is self.last else self._legs[self._legs.index(leg) + 1].first_index
 
-    def take_over(self, leg: Leg) -> None:
+    def end_earlier(self, leg: Leg) -> None:
         """Record that ``leg`` emits its first token: it has read what earlier legs computed, and their lease has ended."""
         for earlier in self._before(leg):
-            earlier.done()
+            earlier.on_ended()
 
     def drop_last(self) -> None:
         """Release the last leg, which has failed, and cancel it on a worker that may still hold it."""
@@ -79,36 +172,33 @@ class AttemptLegs:
             self.last.unbind()
             self.last.cancel()
 
-    def replace_last(
-        self, leg: Leg, key: LegKey, on_event: Callable[[Leg, Event], None], hold: CreditHold
-    ) -> None:
+    def replace_last(self, leg: Leg, hold: CreditHold) -> None:
         """Bind another last leg, after ``drop_last``."""
+        assert self._binding is not None, "the attempt goes on"
         self._legs = (*self._legs[:-1], leg)
         self.last = leg
         self._open.append(leg)
-        leg.bind(key, on_event, hold)
+        leg.bind(*self._binding, hold)
 
     def unbind_finished(self) -> None:
         """Release the legs whose workers have no more work for them, however slowly the client reads."""
         for leg in tuple(self._open):
             if leg.is_over:
-                self.unbind(leg)
+                self._open.remove(leg)
+                leg.unbind()
 
     def unbind(self, leg: Leg) -> None:
         """Release an open leg whose worker holds nothing of it."""
         self._open.remove(leg)
         leg.unbind()
 
-    def holding_workers(self, leg: Leg) -> frozenset[AttachedWorker]:
-        """Return the workers that may hold the request, and the one of ``leg``."""
-        return frozenset(each.worker for each in self._open if each.may_hold or each is leg)
-
     def release(self) -> None:
         """Release every leg, and cancel it on a worker that may still hold it. Does nothing the second time."""
         legs = self._open
         self._open = []
+        self._binding = None  # a cycle of references would wait for the search for garbage
         for leg in legs:
-            leg.unbind()
+            leg.unbind()  # first: what the worker still sends, its answer to the cancel too, is for no leg
             leg.cancel()
 
     def _before(self, leg: Leg) -> tuple[Leg, ...]:

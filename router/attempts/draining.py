@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from contract.errors import UnavailableError
 from router.attempts.request_tracker import RequestTracker
 from router.intake.cancellation import CancellableRequests
-from serving.waiting import ends_within
+from serving.event_loop import ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ class Drain:
     def begin(self) -> None:
         """Reject new requests from now on."""
         self.is_on = True
-        self._tracker.close_admission(
+        # requests in the background are not rejected by it: no line of a batch begins while the drain is on
+        self._tracker.admission.close(
             "the router is stopping and takes no new requests; send the request again"
         )
 

@@ -104,15 +104,18 @@ class Failures:
     def note(self, attempt: Attempt, error: KvbatonError) -> None:
         """Record why an attempt failed. Raises the error if no further attempt could help, or too many have failed."""
         failure = attempt.failure
-        if failure is None:
+        if failure is None:  # no worker has failed: the deadline has passed, or the client reads too slowly
             raise error
         self.last = error
         self._names |= {leg.worker.name for leg in attempt.legs}
         hand_over = attempt.legs.hand_over
+        # Its prefix cache has the prompt: where that worker lives, the next attempt computes almost nothing there.
         self.prefer = hand_over[0].name if hand_over else None
         if isinstance(error, WorkerDrainedError):
             return
-        if _is_about_size(error):
+        if (
+            error.kind is ErrorKind.INVALID_REQUEST and error.param == SIZE_PARAM
+        ):  # a larger worker may take it
             self._too_small.add(failure.failed_worker)
             return
         self._note_pair(attempt, error)
@@ -188,8 +191,3 @@ class _Totals:
                 f"it is not tried again. The last one: {error.message}"
             )
         return error if self.num_failures > _TOTAL_FACTOR * self.max_replays else None
-
-
-def _is_about_size(error: KvbatonError) -> bool:
-    """Return True if a worker rejected a request because of its size, so that a larger worker may take it."""
-    return error.kind is ErrorKind.INVALID_REQUEST and error.param == SIZE_PARAM

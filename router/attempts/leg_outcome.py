@@ -12,7 +12,7 @@ import msgspec
 
 from contract.errors import DeadlineError, KvbatonError, WorkerLostError
 from contract.outputs import EngineOutput, TokenLogprobs, TransferReport
-from router.attempts.bound_leg import Leg
+from router.attempts.attempt_legs import Leg
 from router.workers.attached_worker import AttachedWorker
 
 

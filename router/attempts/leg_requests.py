@@ -12,10 +12,10 @@ from msgspec import structs
 from contract.errors import ErrorKind, KvbatonError, WorkerLostError, error_from_kind
 from contract.outputs import EngineOutput, FinishReason
 from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
-from router.attempts.bound_leg import Leg
+from router.attempts.attempt_legs import Leg
 from router.intake.prepared_request import PreparedRequest
 from router.routing.legs import Result, Transfer
-from router.workers.leg_routes import LegKey
+from router.workers.attached_worker import LegKey
 
 _MIN_DEADLINE_SECONDS = 0.001
 _LOST = (ErrorKind.UNAVAILABLE, ErrorKind.CANCELLED)
@@ -81,17 +81,14 @@ def transfers_of(legs: Iterable[Leg], name: str) -> list[SendTransfer | ReceiveT
             case Transfer.SEND:
                 transfers.append(SendTransfer(f"{name}.{os.urandom(4).hex()}"))
             case Transfer.RECEIVE:
-                transfers.append(_receiving(before, transfers[-1] if transfers else None))
+                sent = transfers[-1] if transfers else None
+                if before is None or not isinstance(sent, SendTransfer):
+                    raise TypeError("a leg receives KV, and no leg before it sends any")
+                transfers.append(receiving(before, sent))
             case Transfer.NONE:
                 transfers.append(None)
         before = leg
     return transfers
-
-
-def _receiving(sender: Leg | None, sent: SendTransfer | ReceiveTransfer | None) -> ReceiveTransfer:
-    if sender is None or not isinstance(sent, SendTransfer):
-        raise TypeError("a leg receives KV, and no leg before it sends any")
-    return receiving(sender, sent)
 
 
 def receiving(sender: Leg, sent: SendTransfer) -> ReceiveTransfer:

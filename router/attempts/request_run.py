@@ -14,25 +14,25 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from contract.errors import KvbatonError, UnavailableError
+from contract.identity import Role
 from router.admission.admission_queue import AdmissionQueue
 from router.admission.fair_queue import QueueOrder
 from router.admission.reservation import Reservation
 from router.admission.unreachable_pairs import UnreachablePairs
 from router.attempts.attempt import Attempt, begin
 from router.attempts.attempt_legs import AttemptLegs
-from router.attempts.attempt_output import AttemptOutput
+from router.attempts.current_attempt import CurrentAttempt
 from router.attempts.failures import Failures
-from router.attempts.leg_outcome import Failure, LegReport, deadline_error
+from router.attempts.leg_outcome import LegReport, deadline_error
 from router.attempts.leg_requests import AttemptTask
-from router.attempts.request_tracker import RequestTracker
+from router.attempts.request_tracker import RequestTracker, TrackedRequest
 from router.attempts.suspects import Suspects
-from router.attempts.tracked_request import TrackedRequest
-from router.concurrency.tasks import cooperatively
+from router.concurrency import cooperatively
 from router.intake.prepared_request import PreparedRequest
 from router.intake.request import EmbeddingRequest, GenerationRequest
 from router.routing.legs import CONTINUATION, LEG_KINDS, LegKind
 from router.routing.policy import PlacementRequest
-from router.tokens.delivery import TokenBatch
+from router.tokens.delivery import AttemptOutput, TokenBatch
 from router.tokens.inbox import Take, UnreadAccount, UnreadBytes
 from router.workers.attached_worker import AttachedWorker
 
@@ -65,9 +65,9 @@ class RequestRuns:
         The workers that begin them compute the prompt once and hand it over once. unread: the account of the client's
         request that the prompt is a part of.
         """
-        prompt = PromptRuns(self.open_runs)
+        prompt = PromptRuns(self, unread)
         for choice, each in enumerate(tracked):
-            prompt.runs.append(RequestRun(self, prompt, request.of_choice(choice), each, unread))
+            prompt.runs.append(RequestRun(prompt, request.of_choice(choice), each))
         self.open_runs.update(prompt.runs)
         return prompt
 
@@ -76,14 +76,15 @@ class PromptRuns:
     """The runs of all choices of one prompt, until its block or ``close`` ends them.
 
     lock: held by the one that waits for workers for all of them. has_begun: the first of them have begun together; the
-    others begin one by one.
+    others begin one by one. parts, unread: see ``RequestRuns.open``.
     """
 
-    def __init__(self, open_runs: "set[RequestRun]") -> None:
+    def __init__(self, parts: RequestRuns, unread: UnreadAccount) -> None:
         self.runs: list[RequestRun] = []
         self.lock = asyncio.Lock()
         self.has_begun = False
-        self._open_runs = open_runs
+        self.parts = parts
+        self.unread = unread
 
     def __enter__(self) -> "list[RequestRun]":
         return self.runs
@@ -95,177 +96,119 @@ class PromptRuns:
         """End all runs. Does nothing the second time."""
         runs = self.runs
         self.runs = []  # a cycle of references would wait for the search for garbage
-        self._open_runs.difference_update(runs)
+        self.parts.open_runs.difference_update(runs)
         for run in runs:
             run.close()
 
 
 class RequestRun:
-    """Owns the attempts of one choice, one at a time, and the tokens that were delivered."""
+    """Owns the attempts of one choice, one at a time, and the tokens that were delivered.
 
-    def __init__(
-        self,
-        parts: RequestRuns,
-        prompt: PromptRuns,
-        request: PreparedRequest,
-        tracked: TrackedRequest,
-        unread: UnreadAccount,
-    ) -> None:
+    current: the attempt that runs. failures: those of earlier ones. known_tokens: those that have arrived, whether the
+    client has read them or not: an attempt's failure reaches the client behind all of them, so a replay begins there.
+    """
+
+    def __init__(self, prompt: PromptRuns, request: PreparedRequest, tracked: TrackedRequest) -> None:
         self.request = request
         self.tracked = tracked
         self.report = LegReport()
-        self._parts = parts
+        self.current = CurrentAttempt()
         self._prompt = prompt
-        self._unread = unread
-        self._delivered: list[int] = []
-        self._attempt: Attempt | None = None
-        self._num_attempts = 0
-        self._failures = Failures(parts.unreachable, parts.max_replays, parts.max_worker_deaths)
+        self.known_tokens: list[int] = []
+        parts = prompt.parts
+        self.failures = Failures(parts.unreachable, parts.max_replays, parts.max_worker_deaths)
 
     def close(self) -> None:
         """End the attempt that runs. Does nothing the second time."""
-        self._end_attempt()
-        self._parts.suspects.remove(self)
-
-    def _end_attempt(self) -> None:
-        if attempt := self._attempt:
-            self._attempt = None
-            attempt.close()
+        self.current.close()
+        self._prompt.parts.suspects.remove(self)
 
     def leave(self, worker: AttachedWorker, error: KvbatonError, *, only_unstarted: bool = False) -> bool:
         """Fail the attempt that runs with ``error`` if it has a leg on this worker; see ``Attempt.leave``."""
-        attempt = self._attempt
+        attempt = self.current.attempt
         return attempt is not None and attempt.leave(worker, error, only_unstarted=only_unstarted)
 
     async def next(self, take: Take[TokenBatch] | None = None) -> TokenBatch:
         """Return the next tokens, of whichever attempt emits them. Raises the error that no further attempt can cure.
 
+        The first attempts of all choices of a prompt begin together, as far as their client may. Raises DeadlineError if
+        the deadline passes before an attempt begins.
+
         take: takes tokens in the turn of the event loop in which they arrive, while the caller waits. They are not returned.
         """
         while True:
-            attempt = self._attempt or await self._begin()
+            if (attempt := self.current.attempt) is None:
+                if pause := self.failures.pause_seconds:
+                    await asyncio.sleep(min(pause, max(0.0, self.request.deadline - time.monotonic())))
+                self.tracked.on_queued()
+                prompt = self._prompt
+                if not self.current.num_attempts and len(prompt.runs) > 1:
+                    # the first choice that comes begins as many as their client may; the others find theirs
+                    async with prompt.lock:
+                        if not prompt.has_begun:
+                            await self._begin(prompt.runs)
+                            prompt.has_begun = True
+                if not self.current.attempt:
+                    await self._begin([self])
+                attempt = self.current.attempt
+                assert attempt is not None, "one choice always begins"
             try:
-                batch = await attempt.next(self._taking(attempt, take))
+                return await attempt.next(take)
             except KvbatonError as error:
-                attempt = self._attempt or attempt  # the answer may have been moved meanwhile
-                self._end_attempt()
-                self._failures.note(attempt, error)
-                self.tracked.replayed(error, len(self._delivered))
-            else:
-                self._note(self._attempt or attempt, batch)
-                return batch
+                attempt = self.current.attempt or attempt  # the answer may have been moved meanwhile
+                self.current.close()
+                self.failures.note(attempt, error)
+                self.tracked.on_replayed(error, len(self.known_tokens))
 
-    def _taking(self, attempt: Attempt, take: Take[TokenBatch] | None) -> Take[TokenBatch] | None:
-        """Return a function that notes the tokens of an attempt which ``take`` has taken."""
-        if take is None:
-            return None
-
-        def taken(batch: TokenBatch) -> bool:
-            is_taken = take(batch)
-            if is_taken:
-                self._note(self._attempt or attempt, batch)  # the answer may have been moved meanwhile
-            return is_taken
-
-        return taken
-
-    def _note(self, attempt: Attempt, batch: TokenBatch) -> None:
-        """Record that tokens of an attempt are on their way to the client."""
-        if batch.tokens and not self._delivered:
+    def _note(self, batch: TokenBatch) -> None:
+        """Record tokens of the attempt that runs. They have arrived; the client may not have read them yet."""
+        attempt = self.current.attempt
+        assert attempt is not None, "what another attempt sends is dropped"
+        if batch.tokens and not self.known_tokens:
             attempt.legs.first.worker.latency.first_token.add(time.monotonic() - self.request.arrival)
         for token in batch.tokens:
-            self._delivered.append(token.token_id)
-        if attempt is not self._failures.proven and attempt.is_decoding:
-            self._failures.progress(attempt)
+            self.known_tokens.append(token.token_id)
+        if attempt is not self.failures.proven and attempt.is_decoding:
+            self.failures.progress(attempt)
 
-    async def _begin(self) -> Attempt:
-        """Begin the next attempt. The first attempts of all choices of a prompt begin together, as far as their client may.
-
-        Raises DeadlineError if the deadline passes before that.
-        """
-        if pause := self._failures.pause_seconds:
-            await asyncio.sleep(min(pause, max(0.0, self.request.deadline - time.monotonic())))
-        self.tracked.queued()
-        prompt = self._prompt
-        if not self._num_attempts and len(prompt.runs) > 1:
-            async with prompt.lock:
-                if not prompt.has_begun:
-                    await self._begin_attempts(prompt.runs)
-                    prompt.has_begun = True
-            if self._attempt:
-                return self._attempt
-        await self._begin_attempts([self])
-        assert self._attempt is not None, "one choice always begins"
-        return self._attempt
-
-    async def _begin_attempts(self, runs: "Sequence[RequestRun]") -> None:
+    async def _begin(self, runs: "Sequence[RequestRun]") -> None:
         """Wait for workers, and begin an attempt there for each of the first runs, for as many as are admitted."""
         request = self._placement_request(len(runs))
         deadline = self.request.deadline
-        suspects = self._parts.suspects
-        turn = suspects.turn(self, request, deadline) if self._failures.is_suspect else _NO_TURN
+        suspects = self._prompt.parts.suspects
+        turn = suspects.turn(self, request, deadline) if self.failures.is_suspect else _NO_TURN
         try:
             async with turn as occupied:
                 request = structs.replace(request, full=occupied) if occupied else request
-                with await self._parts.queue.reserve(
+                with await self._prompt.parts.queue.reserve(
                     request, _order(self.request, request), deadline
                 ) as reservation:
                     begin(
                         [run.new_attempt(reservation) for run in runs[: reservation.num_choices]], reservation
                     )
         except TimeoutError:
-            raise deadline_error(len(self._delivered)) from None
+            raise deadline_error(len(self.known_tokens)) from None
         except UnavailableError as error:
-            if self._failures.last is None:
+            if self.failures.last is None:
                 raise
-            raise self._failures.without_workers(error) from error
-
-    @property
-    def attempt(self) -> Attempt | None:
-        """The attempt that runs."""
-        return self._attempt
-
-    @property
-    def known_tokens(self) -> list[int]:
-        """The tokens of the answer that have arrived, whether the client has read them or not."""
-        return [*self._delivered, *self._unread_tokens()]
-
-    @property
-    def num_known_tokens(self) -> int:
-        """The number of ``known_tokens``, without a list of them."""
-        return len(self._delivered) + len(self._unread_tokens())
-
-    def _unread_tokens(self) -> list[int]:
-        return self._attempt.unread if self._attempt else []
-
-    def take_number(self) -> int:
-        """Return the number of the next attempt, which no other one will have."""
-        number = self._num_attempts
-        self._num_attempts += 1
-        return number
-
-    def return_number(self, number: int) -> None:
-        """Use a number again that no worker has seen. Does nothing if a later one is taken."""
-        if number == self._num_attempts - 1:
-            self._num_attempts = number
-
-    def target_failed(self, attempt: Attempt, failure: Failure) -> None:
-        """Record how a worker has failed to which the answer was to move; see ``Failures.note_target``."""
-        self._failures.note_target(attempt, failure)
-
-    def continue_with(self, attempt: Attempt) -> None:
-        """Use an attempt that has taken over from the one that ran."""
-        self._attempt = attempt
+            raise self.failures.without_workers(error) from error
 
     def new_attempt(self, reservation: Reservation) -> Attempt:
         """Make the run's next attempt, which is to begin on the reserved workers now."""
-        task = AttemptTask(self.request, tuple(self._delivered), self.take_number())
-        legs = AttemptLegs.of(reservation, self._parts.kinds)
-        output = AttemptOutput(len(self._delivered), self._unread, self._parts.unread.max_of_answer)
-        self._attempt = Attempt(task, legs, self.report, output)
-        if (local := legs.computed_by_decoder) or task.number:
-            self.tracked.recomputed(len(task.prompt), local)
-        self.tracked.bound()
-        return self._attempt
+        task = AttemptTask(self.request, tuple(self.known_tokens), self.current.next_number())
+        legs = AttemptLegs.of(reservation, self._prompt.parts.kinds)
+        prompt = self._prompt
+        output = AttemptOutput(
+            len(self.known_tokens), prompt.unread, prompt.parts.unread.max_of_answer, self._note
+        )
+        self.current.attempt = Attempt(task, legs, self.report, output, self.current)
+        end = legs.last.worker
+        # a decode worker to which nothing is handed over computes the prompt itself
+        local = end.name if end.role is Role.DECODE and not legs.hand_over else None
+        if local or task.number:
+            self.tracked.on_recomputed(len(task.prompt), local)
+        self.tracked.on_bound()
+        return self.current.attempt
 
     def move_request(self, excluded: frozenset[str]) -> tuple[PlacementRequest, QueueOrder]:
         """Return what another worker needs to continue the answer, and its place in the queue: before all new requests.
@@ -275,9 +218,8 @@ class RequestRun:
         request = structs.replace(
             self._placement_request(1),
             plan=CONTINUATION,
-            num_prompt_tokens=len(self.request.prompt_token_ids) + self.num_known_tokens,
             may_be_cut=False,
-            too_small=self._failures.too_small | excluded | self._parts.suspects.occupied(self),
+            too_small=self.failures.too_small | excluded | self._prompt.parts.suspects.occupied(self),
             is_replay=True,
             is_local=False,
         )
@@ -285,19 +227,19 @@ class RequestRun:
 
     def _placement_request(self, num_choices: int) -> PlacementRequest:
         request = self.request
-        failures = self._failures
+        failures = self.failures
         return PlacementRequest(
-            num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
+            num_prompt_tokens=len(request.prompt_token_ids) + len(self.known_tokens),
             num_answer_tokens=request.num_answer_tokens,
             num_choices=num_choices,
-            num_delivered=len(self._delivered),
+            num_delivered=len(self.known_tokens),
             plan=request.plan,
             max_length=request.max_length,
-            may_be_cut=request.fills_model or bool(self._delivered),
+            may_be_cut=request.fills_model or bool(self.known_tokens),
             prefer=failures.prefer,
             avoid=failures.avoid,
             too_small=failures.too_small,
-            is_replay=self._num_attempts > 0,
+            is_replay=self.current.num_attempts > 0,
             is_local=failures.is_local,
         )
 

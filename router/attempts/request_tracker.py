@@ -2,14 +2,122 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
+from enum import StrEnum
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError
-from router.admission.admission import Admission
-from router.attempts.tracked_request import RequestState, TrackedRequest
+from contract.outputs import FinishReason
+from router.admission.admission_queue import Admission
+from router.answers.answer import Delta, Usage
+from router.answers.timings import Stopwatch
+from router.attempts.leg_outcome import LegReport
 from router.intake.request import EmbeddingRequest, GenerationRequest
 from router.telemetry.metrics import STOPPED, RequestMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class RequestState(StrEnum):
+    """The stage of a request."""
+
+    PREPARING = "preparing"
+    WAITING_FOR_WORKERS = "waiting_for_workers"
+    WAITING_FOR_FIRST_TOKEN = "waiting_for_first_token"
+    STREAMING = "streaming"
+    FINISHED = "finished"
+
+
+_UNBOUND = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
+
+
+class TrackedRequest:
+    """The state, times and counts of one request, until its block or ``leave`` ends it. Made by ``RequestTracker.open``.
+
+    holds_slot: it holds a slot of the queue; one in the background holds none. enter: changes its state, and counts that.
+    on_end: called once, with the error that has ended the request, if any.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest | EmbeddingRequest,
+        metrics: RequestMetrics,
+        enter: Callable[["TrackedRequest", RequestState], None],
+        on_end: Callable[["TrackedRequest", BaseException | None], None],
+    ) -> None:
+        self.request = request
+        self.is_background = request.is_background
+        self.state = RequestState.PREPARING
+        self.holds_slot = not self.is_background
+        self._enter = enter
+        self._on_end = on_end
+        self._stopwatch = Stopwatch(request.arrival)
+        self._metrics = metrics
+        self._last_arrival: float | None = None
+
+    def __enter__(self) -> "TrackedRequest":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        self.leave(error)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Record that the router holds the request no longer. error: the one that has ended it, if any."""
+        self._on_end(self, error)
+
+    def on_queued(self) -> None:
+        """Record that it waits for workers, for the first time or again."""
+        self._stopwatch.queued(time.monotonic())
+        self._enter(self, RequestState.WAITING_FOR_WORKERS)
+
+    def on_bound(self) -> None:
+        """Record that its workers are chosen."""
+        self._stopwatch.bound(time.monotonic())
+        has_begun = self._last_arrival is not None
+        self._enter(self, RequestState.STREAMING if has_begun else RequestState.WAITING_FOR_FIRST_TOKEN)
+
+    def on_replayed(self, error: KvbatonError, num_tokens: int) -> None:
+        """Record that an attempt has failed, and that another one continues after the delivered tokens."""
+        self._metrics.replays.replayed(error.kind)
+        logger.warning(
+            "%s continues at token %d on other workers: %s",
+            *(self.request.request_id, num_tokens, error.message),
+        )
+
+    def on_recomputed(self, num_tokens: int, local: str | None) -> None:
+        """Record that a prompt of so many tokens is computed again, or (``local``) by this decode worker itself."""
+        self._metrics.replays.recomputed(num_tokens, is_local=local is not None)
+        if local is not None:
+            logger.warning("%s: decode worker %s computes the prompt itself", self.request.request_id, local)
+
+    def on_delta(self, delta: Delta) -> None:
+        """Record that a delta has arrived, before it is sent to the client."""
+        now = time.monotonic()
+        self._metrics.tokens(len(delta.tokens))
+        if not delta.tokens:
+            return
+        if self._stopwatch.token_1 is None:
+            self._stopwatch.tokens(delta.tokens[0].index, len(delta.tokens), now)
+        if self._last_arrival is None:
+            self._metrics.first_token(now - self._stopwatch.arrival)
+        else:
+            self._metrics.token_gap(now - self._last_arrival)
+        self._last_arrival = now
+        if self.state is not RequestState.STREAMING:
+            self._enter(self, RequestState.STREAMING)
+
+    def finish(self, delta: Delta, reason: FinishReason, usage: Usage, report: LegReport) -> None:
+        """Record that the answer is complete, and fill in usage and timings of its last delta."""
+        self._stopwatch.engine_queue_seconds = report.queue_seconds
+        self._stopwatch.held_seconds = report.held_seconds
+        self._stopwatch.prefill_seconds = report.prefill_seconds
+        self._stopwatch.transfer = report.transfer
+        delta.usage = usage
+        delta.timings = self._stopwatch.split(time.monotonic())
+        self._metrics.succeeded(reason, usage, delta.timings, self.request.tenant)
+        self._enter(self, RequestState.FINISHED)
+
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +131,12 @@ _EARLY = (
 class RequestTracker:
     """Owns all requests that the router holds. ``max_queue`` of them may wait for workers.
 
-    ``Admission`` shares the queue between clients. Requests in the background are neither counted there nor rejected: their
+    admission: shares the queue between clients. Requests in the background are neither counted there nor rejected: their
     sender bounds them, and waits while ``num_unbound`` is above zero.
     """
 
     def __init__(self, max_queue: int, metrics: RequestMetrics) -> None:
-        self._admission = Admission(max_queue)
+        self.admission = Admission(max_queue)
         self._metrics = metrics
         self._counts: Counter[tuple[RequestState, bool]] = Counter()
         self._on_fewer_unbound: list[Callable[[], None]] = []
@@ -50,12 +158,16 @@ class RequestTracker:
     def open(self, request: GenerationRequest | EmbeddingRequest) -> TrackedRequest:
         """Admit a request until its block ends, or until it leaves, and count how it ends.
 
-        Raises OverloadedError, UnavailableError after ``close_admission``.
+        Raises OverloadedError, UnavailableError after ``admission.close``.
         """
         self.check_admission(request)
         self._metrics.sizes.admitted(1)
-        tracked = TrackedRequest(request, self._metrics, self._on_state, self._on_end)
-        self._add(tracked)
+        tracked = TrackedRequest(request, self._metrics, self._enter, self._on_end)
+        self._counts[tracked.state, tracked.is_background] += 1
+        self.admission.waiting.add(request.tenant, int(tracked.holds_slot))
+        self._num_held += not tracked.is_background
+        if self._num_held:
+            self._idle.clear()
         return tracked
 
     def _on_end(self, tracked: TrackedRequest, error: BaseException | None) -> None:
@@ -68,32 +180,32 @@ class RequestTracker:
             else:
                 self._metrics.failed(_kind_of(error))
             kind = STOPPED if is_stopped else _kind_of(error).value
-            self._log_end(tracked.request.family or tracked.request.request_id, kind, tracked.state, error)
-        self._remove(tracked)
+            # once for all prompts of a client's request, which end one after the other
+            name = tracked.request.family or tracked.request.request_id
+            if self._last_logged != (name, kind):
+                self._last_logged = (name, kind)
+                logger.info("%s ended as %s while %s: %s", name, kind, tracked.state, _logged(error))
+        self._counts[tracked.state, tracked.is_background] -= 1
+        if tracked.holds_slot:
+            self.admission.waiting.add(tracked.request.tenant, -1)
+        self._num_held -= not tracked.is_background
+        if not self._num_held:
+            self._idle.set()
         _call(self._on_fewer_unbound)
 
     def end_all(self) -> None:
         """Count the requests whose task is cancelled from now on as stopped: the router ends them, and not their clients."""
         self._is_ending = True
 
-    def close_admission(self, reason: str) -> None:
-        """Reject every request from now on, but for those in the background."""
-        self._admission.close(reason)
-
-    @property
-    def is_closed(self) -> bool:
-        """True after ``close_admission``."""
-        return self._admission.is_closed
-
     def check_admission(self, request: GenerationRequest | EmbeddingRequest, num_more: int = 1) -> None:
         """Check that ``num_more`` requests like this one may wait, before the first of them is opened.
 
-        Raises OverloadedError, UnavailableError after ``close_admission``.
+        Raises OverloadedError, UnavailableError after ``admission.close``.
         """
         if request.is_background:
             return
         try:
-            self._admission.check(request.tenant, num_more)
+            self.admission.check(request.tenant, num_more)
         except KvbatonError as error:
             self._metrics.failed(error.kind)
             raise
@@ -120,7 +232,7 @@ class RequestTracker:
     @property
     def num_unbound(self) -> int:
         """Requests that are not bound to workers, but for those in the background."""
-        return self._admission.num_waiting
+        return self.admission.waiting.total
 
     @property
     def num_waiting(self) -> int:
@@ -139,37 +251,22 @@ class RequestTracker:
     def _num_in(self, state: RequestState) -> int:
         return self._counts[state, True] + self._counts[state, False]
 
-    def _add(self, tracked: TrackedRequest) -> None:
-        self._counts[tracked.state, tracked.is_background] += 1
-        self._admission.count(tracked.request.tenant, int(tracked.holds_slot))
-        self._num_held += not tracked.is_background
-        if self._num_held:
-            self._idle.clear()
-
-    def _remove(self, tracked: TrackedRequest) -> None:
-        self._counts[tracked.state, tracked.is_background] -= 1
-        if tracked.holds_slot:
-            self._admission.count(tracked.request.tenant, -1)
-        self._num_held -= not tracked.is_background
-        if not self._num_held:
-            self._idle.set()
-
-    def _on_state(self, tracked: TrackedRequest, before: RequestState, held_slot: bool) -> None:
-        """Count a request whose state has changed from ``before``."""
+    def _enter(self, tracked: TrackedRequest, state: RequestState) -> None:
+        """Change the state of a request, and count it there. Does nothing if it has this state already."""
+        before = tracked.state
+        if state is before:
+            return
+        held_slot = tracked.holds_slot
+        tracked.state = state
+        tracked.holds_slot = state in _UNBOUND and not tracked.is_background
         self._counts[before, tracked.is_background] -= 1
-        self._counts[tracked.state, tracked.is_background] += 1
+        self._counts[state, tracked.is_background] += 1
         if held_slot != tracked.holds_slot:
-            self._admission.count(tracked.request.tenant, tracked.holds_slot - held_slot)
+            self.admission.waiting.add(tracked.request.tenant, tracked.holds_slot - held_slot)
         if held_slot and not tracked.holds_slot:
             _call(self._on_fewer_unbound)
-        if tracked.state is RequestState.WAITING_FOR_WORKERS and not tracked.is_background:
+        if state is RequestState.WAITING_FOR_WORKERS and not tracked.is_background:
             _call(self._on_queued)
-
-    def _log_end(self, name: str, kind: str, state: RequestState, error: BaseException) -> None:
-        """Log how a request ended: once for all prompts of a client's request, which end one after the other."""
-        if self._last_logged != (name, kind):
-            self._last_logged = (name, kind)
-            logger.info("%s ended as %s while %s: %s", name, kind, state, _logged(error))
 
 
 def _call(listeners: list[Callable[[], None]]) -> None:

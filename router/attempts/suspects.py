@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from router.attempts.attempt import Attempt
-from router.concurrency.change_signal import ChangeSignal
+from router.attempts.current_attempt import CurrentAttempt
+from router.concurrency import ChangeSignal
 from router.routing.policy import PlacementRequest, candidates, missing_role
 from router.workers.registry import Registry
 
@@ -24,7 +24,7 @@ class Suspect(Protocol):
     """A request as other suspects see it."""
 
     @property
-    def attempt(self) -> Attempt | None:
+    def current(self) -> CurrentAttempt:
         """The attempt that runs."""
 
 
@@ -63,7 +63,7 @@ class Suspects:
             try:
                 self._suspects.add(suspect)
                 await self._wait(suspect, request)
-            except BaseException:
+            except BaseException:  # a client that leaves while it waits must not keep the turn
                 self._turn.release()
                 raise
         try:
@@ -75,20 +75,19 @@ class Suspects:
         while True:
             self._changed.clear()
             occupied = self.occupied(suspect)
-            if not occupied or self._suffices(request, occupied):
+            if not occupied:
+                return
+            views = self._registry.views
+            free = [views.get(worker) for worker in candidates(views, request) - occupied]
+            # the workers without another suspect have all roles for the request
+            if missing_role([ranked.size for ranked in free if ranked], request.least_plan) is None:
                 return
             await self._changed.wait()
-
-    def _suffices(self, request: PlacementRequest, occupied: frozenset[str]) -> bool:
-        """Return True if workers outside of ``occupied`` have all roles for the request."""
-        views = self._registry.views
-        free = [views.get(worker) for worker in candidates(views, request) - occupied]
-        return missing_role([ranked.size for ranked in free if ranked], request.least_plan) is None
 
 
 def _workers(suspect: Suspect) -> frozenset[str]:
     """Return the ids of the workers on which a suspect may run now."""
-    attempt = suspect.attempt
+    attempt = suspect.current.attempt
     if attempt is None:
         return frozenset()
     return frozenset(leg.worker.name for leg in attempt.legs if attempt.legs.is_open(leg))

@@ -2,6 +2,11 @@
 
 It has ``lock``; ``ID.json``, the record of a file or batch; ``ID.data``, the content of a file, or the results of a batch so
 far. An ID is made by this service: no part of a path comes from a client.
+
+The content of an upload and every record are synced before a client gets an answer about them; a record is written to a
+temporary file, synced, and renamed over the old one, then the folder is synced. Result lines are appended with one write
+each and synced when their batch ends. They survive the death of the process at any moment. Lines that a power failure loses
+are computed again, since the tail of a result file is checked when it is opened.
 """
 
 import fcntl
@@ -15,8 +20,52 @@ import msgspec
 
 from contract.decoding import json_decoder
 from contract.errors import SettingError
-from router.batches.disk import Disk
 from router.batches.records import VERSION, BatchRecord, FileRecord
+
+_PRIVATE = 0o600
+
+
+class Disk:
+    """The operating system's file operations. Every method raises OSError."""
+
+    def create(self, path: Path) -> int:
+        """Open a new file of this user for writing and return its descriptor. Raises FileExistsError."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, _PRIVATE)
+
+    def append_to(self, path: Path) -> int:
+        """Open a file of this user, or create it, for appending, and return its descriptor."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, _PRIVATE)
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        """Write all of ``data``. After an error a part of it may have been written."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+    def sync(self, descriptor: int) -> None:
+        """Wait until the file's content would survive a power failure."""
+        os.fsync(descriptor)
+
+    def truncate(self, path: Path, size: int) -> None:
+        """Cut a file to ``size`` bytes."""
+        os.truncate(path, size)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename ``source`` to ``target``, replacing it."""
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if it exists."""
+        path.unlink(missing_ok=True)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Wait until the names in a folder would survive a power failure."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
 
 FILE_PREFIX = "file-"
 BATCH_PREFIX = "batch_"
@@ -46,6 +95,7 @@ class Folder:
         except OSError as error:
             raise self._unusable(f"cannot be used: {error.strerror or error}") from error
         try:
+            # another user could put a record there that gives out the files of others
             if mode & 0o022:
                 raise self._unusable(
                     f"can be written to by other users (mode {mode & 0o777:o}); chmod 700 it"
@@ -75,6 +125,7 @@ class Folder:
         """Replace a record atomically: after a crash the old one or the new one is there. Raises OSError."""
         target = self._path / f"{record.id}{_RECORD}"
         aside = target.with_suffix(_RECORD + _ASIDE)
+        # a crash may have left it, and ``create`` refuses a file that exists
         self._disk.remove(aside)
         descriptor = self._disk.create(aside)
         try:
@@ -88,6 +139,7 @@ class Folder:
     def remove(self, record_id: str) -> None:
         """Remove a record and then its data. Raises OSError."""
         self._disk.remove(self._path / f"{record_id}{_RECORD}")
+        # after the record: data without a record is removed at the next start, a record without data would be served
         self._disk.remove(self.data(record_id))
 
     def data(self, record_id: str) -> Path:
@@ -109,6 +161,7 @@ class Folder:
             record: Record = json_decoder(kind).decode(path.read_bytes())
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._unusable(f"holds {path.name}, which cannot be read: {error}") from error
+        # else a copied record would give two names to one file, and to delete one would break the other
         if record.id != path.name.removesuffix(_RECORD):
             raise self._unusable(f"holds {path.name}, which is a copy of the record of {record.id[:80]!r}")
         if record.version != VERSION:

@@ -65,6 +65,7 @@ class LineGate:
             waiter = min(self._waiting, key=lambda waiting: self._running[waiting[0].owner])
             self._waiting.remove(waiter)
             permit, granted = waiter
+            # its batch was cancelled while it waited
             if not granted.done():
                 self._running[permit.owner] += 1
                 permit.is_held = True
@@ -79,6 +80,7 @@ class LineGate:
                 async with asyncio.timeout(None) as permit.scope:
                     return await work()
             except TimeoutError:
+                # a time-out of the work itself, which is no preemption
                 if permit.scope is None or not permit.scope.expired():
                     raise
             finally:
@@ -98,6 +100,7 @@ class LineGate:
         begun = [permit for permit in reversed(steady) if permit.has_begun]
         for permit in [*begun, *(permit for permit in steady if not permit.has_begun)][: max(0, number)]:
             if permit.scope is not None:
+                # a time that has come: the block is left with TimeoutError in the next turn of the loop
                 permit.scope.reschedule(asyncio.get_running_loop().time())
 
     async def _wait(self, permit: Permit) -> None:
@@ -108,6 +111,7 @@ class LineGate:
         try:
             await granted
         except asyncio.CancelledError:
+            # else it was granted in the same turn, and is given back
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
             self.release(permit)

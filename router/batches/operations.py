@@ -1,21 +1,28 @@
-"""The operations on batches in the folder: create, validate, add results, end. They block, like those of ``Store``."""
+"""The operations on batches in the folder: create, validate, add results, end; and the thread on which they run.
 
+The operations block, like those of ``Store``. Coroutines call both through ``Storage``.
+"""
+
+import asyncio
+import io
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import BinaryIO
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from msgspec import structs
 
-from contract.errors import InvalidRequestError
+from contract.errors import InvalidRequestError, UnavailableError
 from router.batches import lifecycle
 from router.batches.folder import BATCH_PREFIX, FILE_PREFIX
-from router.batches.input_lines import InputLine, Validation, valid_lines
+from router.batches.lines import InputLine, Problem, Result, Results, Validation, new_result, valid_lines
 from router.batches.records import BatchRecord, BatchStatus, Counts, Purpose
-from router.batches.results import Problem, Result, Results, new_result
 from router.batches.store import Store, new_id
 
+P = ParamSpec("P")
+T = TypeVar("T")
 WINDOW_SECONDS = 24 * 3600
 """OpenAI's only completion window, 24h."""
 _EXPIRED = Problem(
@@ -45,6 +52,7 @@ class BatchOperations:
     def create(self, new: NewBatch) -> BatchRecord:
         """Store a new batch. Raises NotFoundError, InvalidRequestError, OverloadedError, PayloadTooLargeError, OSError."""
         store = self._store
+        # files that have expired must not count against the quota of the new batch
         store.sweep()
         file = store.file(new.owner, new.input_file_id, param="input_file_id")
         if file.purpose is not Purpose.BATCH:
@@ -105,12 +113,8 @@ class BatchOperations:
         return self._store.batch(batch.owner, batch.id)
 
     def seconds_left(self, batch: BatchRecord) -> int:
-        """Return the remaining seconds of the completion window."""
+        """Return the remaining seconds of the completion window; 0 once it is over."""
         return max(0, batch.expires_at - self._store.now)
-
-    def is_late(self, batch: BatchRecord) -> bool:
-        """Return True if the completion window is over."""
-        return self._store.now >= batch.expires_at
 
     def open_input(self, batch: BatchRecord) -> BinaryIO:
         """Open the input file. Raises OSError."""
@@ -135,6 +139,7 @@ class BatchOperations:
         data = self._store.folder.data
         results = Results(self._store.disk, data(batch.output_file_id), data(batch.error_file_id))
         self._results[batch.id] = results
+        # results of an earlier run have no record yet, by which they would have been counted at the start
         self._store.quota.add_bytes(batch.owner, sum(results.sizes))
 
     def has_room(self, batch: BatchRecord) -> bool:
@@ -186,3 +191,45 @@ class BatchOperations:
         assert self._store.quota.num_bytes == files + results
         for file in self._store.all_files():
             assert self._store.folder.data(file.id).stat().st_size == file.num_bytes
+
+
+class Storage:
+    """Owns the thread. Call ``store`` and ``operations`` through ``run`` only, so that no two calls overlap."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.operations = BatchOperations(store)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="files")
+
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of ``work``, called on the thread in order of arrival.
+
+        If the caller is cancelled, the call is still made, and a file that it opens is closed. Raises the errors of
+        ``work``, with UnavailableError in place of OSError.
+        """
+        call = self._thread.submit(partial(work, *args, **kwargs))
+        try:
+            return await asyncio.shield(asyncio.wrap_future(call))
+        except asyncio.CancelledError:
+            # the thread has begun the call and cannot be stopped; what it opens has no owner any more
+            call.add_done_callback(_close)
+            raise
+        except OSError as error:
+            raise UnavailableError(
+                f"the folder of files cannot be used: {error.strerror or error}", code="storage_unavailable"
+            ) from error
+
+    async def open(self) -> None:
+        """Lock and read the folder. Raises SettingError, UnavailableError."""
+        await self.run(self.store.open)
+
+    async def close(self) -> None:
+        """Unlock the folder after all earlier calls."""
+        await self.run(self.store.close)
+        self._thread.shutdown(wait=False)
+
+
+def _close(call: "Future[Any]") -> None:
+    """Close the file that a call has opened for a cancelled caller."""
+    if not call.cancelled() and call.exception() is None and isinstance(opened := call.result(), io.IOBase):
+        opened.close()

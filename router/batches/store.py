@@ -1,24 +1,101 @@
-"""The files and batches of all clients in the folder.
+"""The files and batches of all clients in the folder, within the limits of the folder and of each API key.
 
-Every method blocks and is called on the thread of ``router.batches.storage``, so no two calls overlap. Each call names the
-owner; the objects of other owners are not found.
+Every method blocks and is called on the thread of ``Storage``, so no two calls overlap. Each call names the owner; the
+objects of other owners are not found.
 """
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import BinaryIO
 
-from contract.errors import InvalidRequestError, NotFoundError, PayloadTooLargeError
-from router.batches.disk import Disk
-from router.batches.folder import BATCH_PREFIX, FILE_PREFIX, Folder
-from router.batches.quota import FolderLimits, Quota
+from contract.errors import InvalidRequestError, NotFoundError, OverloadedError, PayloadTooLargeError
+from router.batches.folder import BATCH_PREFIX, FILE_PREFIX, Disk, Folder
 from router.batches.records import BatchRecord, FileRecord, Purpose
 
 
-def new_id(prefix: str) -> str:
-    """Return an id that cannot be guessed: 128 random bits."""
-    return f"{prefix}{secrets.token_hex(16)}"
+@dataclass(frozen=True, kw_only=True)
+class FolderLimits:
+    """Limits of the folder.
+
+    file_bytes: of one file. total_bytes: of all files. count: of files and batches. key_share: the part of total_bytes,
+    count and open_batches that one API key may use. retention_seconds: how long files and batches are kept. batch_lines,
+    line_bytes: of one input file.
+    """
+
+    file_bytes: int
+    total_bytes: int
+    count: int
+    open_batches: int
+    key_share: float
+    retention_seconds: int
+    batch_lines: int
+    line_bytes: int
+
+    def owner_share(self, limit: int, owner: str) -> int:
+        """Return the part of ``limit`` that ``owner`` may use; without API keys ("") all of it."""
+        return max(1, int(limit * self.key_share)) if owner else limit
+
+
+class Quota:
+    """Owns the counts of bytes and of records, by owner."""
+
+    def __init__(self, limits: FolderLimits) -> None:
+        self._limits = limits
+        self._bytes: Counter[str] = Counter()
+        self._records: Counter[str] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, of running uploads, and of the results of open batches."""
+        return self._bytes.total()
+
+    def add_bytes(self, owner: str, num_bytes: int) -> None:
+        """Count bytes that were written, or with a negative number removed."""
+        self._bytes[owner] += num_bytes
+
+    def add_records(self, owner: str, number: int) -> None:
+        """Count records that were written, or with a negative number removed."""
+        self._records[owner] += number
+
+    def check_bytes(self, owner: str, more: int = 1) -> None:
+        """Raise PayloadTooLargeError unless ``owner`` may write ``more`` bytes."""
+        limit = self._limits.total_bytes
+        self._check("bytes", self._bytes, owner, more, limit, "files_total_bytes")
+
+    def has_bytes(self, owner: str) -> bool:
+        """Return True if ``owner`` may write at least one more byte."""
+        limit = self._limits.total_bytes
+        return self.num_bytes < limit and self._bytes[owner] < self._limits.owner_share(limit, owner)
+
+    def check_records(self, owner: str, more: int = 1) -> None:
+        """Raise PayloadTooLargeError unless ``owner`` may have ``more`` additional files and batches."""
+        self._check("files and batches", self._records, owner, more, self._limits.count, "files_max_count")
+
+    def check_open_batches(self, owner: str, num_open: int, num_own: int) -> None:
+        """Raise OverloadedError unless ``owner``, with ``num_own`` of the ``num_open`` batches, may have one more."""
+        limit = self._limits.open_batches
+        own_limit = self._limits.owner_share(limit, owner)
+        if num_open < limit and num_own < own_limit:
+            return
+        raise OverloadedError(
+            f"{num_open} batches are open, {num_own} of this API key; the limits are {limit} and {own_limit} "
+            "(batches_max_open, files_key_share); try again when one is over, or cancel one"
+        )
+
+    def _check(
+        self, things: str, held: Counter[str], owner: str, more: int, limit: int, setting: str
+    ) -> None:
+        own_limit = self._limits.owner_share(limit, owner)
+        if held.total() + more <= limit and held[owner] + more <= own_limit:
+            return
+        raise PayloadTooLargeError(
+            f"this service keeps {limit} {things} at most ({setting}), {own_limit} of one API key; there are "
+            f"{held.total()}, {held[owner]} of this one: delete files that you no longer need",
+            code="storage_full",
+        )
 
 
 class Store:
@@ -48,7 +125,11 @@ class Store:
         for record in records:
             self._count(record, 1)
             self._sequence = max(self._sequence, record.sequence)
-        self.folder.remove_leftovers({*self._files, *self._reserved()})
+        # the results of open batches have data but no record yet
+        results = [
+            name for batch in self.open_batches() for name in (batch.output_file_id, batch.error_file_id)
+        ]
+        self.folder.remove_leftovers({*self._files, *results})
         self.sweep()
 
     def close(self) -> None:
@@ -59,6 +140,7 @@ class Store:
         """Remove expired files, and batches that are over and older than the retention time. Raises OSError."""
         now = self.now
         used = self._inputs_in_use()
+        # the input of an open batch is read again after a restart, so it stays although it has expired
         for file in [file for file in self._files.values() if file.expires_at <= now and file.id not in used]:
             self._remove(file)
         kept_since = now - self.limits.retention_seconds
@@ -73,6 +155,7 @@ class Store:
     def file(self, owner: str, file_id: str, *, param: str = "id") -> FileRecord:
         """Return a file. Raises NotFoundError."""
         found = self._files.get(file_id)
+        # another client's file is answered like one that does not exist, so that ids cannot be tried out
         if found is None or found.owner != owner or found.expires_at <= self.now:
             raise NotFoundError(f"No such File object: {file_id[:80]}", param=param)
         return found
@@ -97,6 +180,7 @@ class Store:
 
         If the record exists, it is not changed: a router that was killed may repeat the call.
         """
+        # the router may have died between this record and that of the batch
         if (known := self._files.get(file_id)) is not None:
             return known
         now = self.now
@@ -146,10 +230,6 @@ class Store:
         """Return a number greater than that of every record."""
         self._sequence += 1
         return self._sequence
-
-    def _reserved(self) -> set[str]:
-        """Return the ids of the results of open batches, which have data but no record yet."""
-        return {name for batch in self.open_batches() for name in (batch.output_file_id, batch.error_file_id)}
 
     def _inputs_in_use(self) -> set[str]:
         return {batch.input_file_id for batch in self.open_batches()}
@@ -204,6 +284,7 @@ class Upload:
                 f"the file has more than {limit} bytes, the limit of this service (files_max_bytes)",
                 param="file",
             )
+        # at each piece: the size of a form's file is not known before its end
         self._store.quota.check_bytes(self._owner, len(chunk))
         self._store.disk.write(self._open, chunk)
         self._num_bytes += len(chunk)
@@ -234,3 +315,8 @@ class Upload:
         self._descriptor = None
         self._store.quota.add_bytes(self._owner, -self._num_bytes)
         self._store.quota.add_records(self._owner, -1)
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that cannot be guessed: 128 random bits."""
+    return f"{prefix}{secrets.token_hex(16)}"

@@ -1,6 +1,7 @@
 """The public gRPC port: Inference, health and reflection."""
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -13,9 +14,10 @@ from router.grpc.servicer import InferenceServicer
 from router.request_path import RequestPath
 from router.settings import RouterSettings
 from serving.grpc_front import GrpcFront, start_front
-from serving.grpc_keys import ApiKeyInterceptor, authorization_of
-from serving.grpc_messages import MessageInterceptor
+from serving.grpc_messages import ApiKeyInterceptor, MessageInterceptor, authorization_of
 from serving.grpc_options import public_server_options
+from serving.http_connections import address_of
+from serving.penalties import CALL_SECONDS
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
@@ -38,8 +40,15 @@ class GrpcPort:
         settings = self._settings
         self._server = grpc.aio.server(
             interceptors=[
-                ApiKeyInterceptor(self._clients.keys, self._clients.wrong_keys),
-                self._message_interceptor(),
+                ApiKeyInterceptor(self._clients.keys, self._note_wrong_key),
+                MessageInterceptor(
+                    _INFERENCE,
+                    read_seconds=settings.body_timeout_seconds,
+                    stall_seconds=settings.client_stall_seconds,
+                    tenant=lambda metadata: self._clients.keys.tenant(authorization_of(metadata)),
+                    hold=self._clients.held.holding,
+                    on_open_call=self._note_call,
+                ),
             ],
             options=public_server_options(
                 settings.max_body_bytes,
@@ -56,7 +65,17 @@ class GrpcPort:
         reflection.enable_server_reflection(
             (_INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
-        self._server.add_generic_rpc_handlers((_reflection_v1(),))
+        # Reflection under its final name, which clients try first. Its messages are those of v1alpha, byte for byte.
+        reflecting = reflection.aio.ReflectionServicer((_INFERENCE, health.SERVICE_NAME, _REFLECTION_V1))
+        handler = grpc.stream_stream_rpc_method_handler(
+            reflecting.ServerReflectionInfo,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        methods = {"ServerReflectionInfo": handler}
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(_REFLECTION_V1, methods),)
+        )
         self._front, address = await start_front(
             self._server,
             settings.grpc,
@@ -64,20 +83,28 @@ class GrpcPort:
             limits=settings.http_limits(max_connections),
             tls=self._clients.tls.grpc_context if self._clients.tls else None,
             is_shared=settings.reuse_port,
+            penalties=self._clients.penalties,
         )
         return address
 
-    async def report_health(self, is_ready: bool) -> None:
-        """Set the answer of the health service, for the whole server and for Inference."""
+    async def report_health(self, is_ready: Callable[[], bool]) -> None:
+        """Keep the answer of the health service, for the whole server and for Inference, until cancelled."""
         status = health_pb2.HealthCheckResponse
-        for name in ("", _INFERENCE):
-            await self._health.set(name, status.SERVING if is_ready else status.NOT_SERVING)
+        while True:
+            # taken before the report, so that a change during it is reported too
+            changed = self._path.changes.next
+            shown = status.SERVING if is_ready() else status.NOT_SERVING
+            # "" is the whole server, which load balancers ask for
+            for name in ("", _INFERENCE):
+                await self._health.set(name, shown)
+            await changed.wait()
 
     def stop_listening(self, grace_seconds: float) -> None:
         """Accept no further connection and no further call; open calls have ``grace_seconds``, or until ``stop``."""
         if self._front:
             self._front.stop_listening()
         if self._server and not self._stopping:
+            # not awaited: it returns when the last open call has ended
             self._stopping = asyncio.create_task(self._server.stop(grace_seconds), name="stop the gRPC port")
 
     async def stop(self, grace_seconds: float) -> None:
@@ -89,22 +116,10 @@ class GrpcPort:
         if self._front:
             self._front.close()
 
-    def _message_interceptor(self) -> MessageInterceptor:
-        return MessageInterceptor(
-            _INFERENCE,
-            read_seconds=self._settings.body_timeout_seconds,
-            stall_seconds=self._settings.client_stall_seconds,
-            tenant=lambda metadata: self._clients.keys.tenant(authorization_of(metadata)),
-            hold=self._clients.held.holding,
-        )
+    def _note_wrong_key(self, address: str) -> None:
+        self._clients.wrong_keys.note(address)
+        self._note_call(address)
 
-
-def _reflection_v1() -> grpc.GenericRpcHandler:
-    """Return reflection under its final name, which clients try first. Its messages are those of v1alpha, byte for byte."""
-    servicer = reflection.aio.ReflectionServicer((_INFERENCE, health.SERVICE_NAME, _REFLECTION_V1))
-    handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    return grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler})
+    def _note_call(self, address: str) -> None:
+        """Count a call without a key, which anyone can send at any rate."""
+        self._clients.penalties.note(address_of((address,)), CALL_SECONDS)

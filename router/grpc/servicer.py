@@ -1,26 +1,43 @@
-"""The methods of ``kvbaton.v1.Inference``, which use the same pipeline as HTTP."""
+"""The methods of ``kvbaton.v1.Inference``, which use the same pipeline as HTTP.
 
+Each call has an id, and a boundary at which errors become statuses (``answering``).
+"""
+
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from contract.errors import InvalidRequestError
+from contract.errors import InternalError, InvalidRequestError, KvbatonError
 from contract.requests import check_token_ids
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from router.answers.answer import Delta
-from router.answers.best_of import choose_best
+from router.answers.answer import Delta, choose_best
 from router.client_access import ClientAccess
-from router.grpc.calls import REQUEST_ID_KEY, answering, name_of
-from router.grpc.embedding import embed_response, embedding_requests
-from router.grpc.generate_request import generation_request, is_best_of, num_chosen
-from router.grpc.generate_response import generate_response, joined
-from router.grpc.limits import check_detokenize, check_embed, check_generate
-from router.intake.tokenizing import encode_text
+from router.grpc.messages import (
+    check_detokenize,
+    check_embed,
+    check_generate,
+    embedding_requests,
+    generate_response,
+    generation_request,
+    is_best_of,
+    joined,
+    num_chosen,
+)
+from router.intake.cancellation import client_name
+from router.intake.request import new_request_id
+from router.intake.request_preparer import encode_text
 from router.request_path import RequestPath
-from serving.grpc_keys import authorization_of
-from serving.stall_limit import stall_limit
+from serving.errors import abort
+from serving.event_loop import stall_limit
+from serving.grpc_messages import authorization_of
+
+logger = logging.getLogger(__name__)
+REQUEST_ID_KEY = "x-kvbaton-request-id"
+"""Initial metadata: the router's id of a request."""
+_NAME_KEY = "x-request-id"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -63,15 +80,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:  # noqa: N802
         """Return the embeddings of all inputs, or an error."""
-        async with answering(context, "emb") as request_id:
-            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
-            metadata = context.invocation_metadata()
-            name = name_of(request, metadata)
-            tenant = self._clients.keys.tenant(authorization_of(metadata))
+        async with (
+            answering(context, "emb") as request_id,
+            self._named(request, request_id, context) as (name, tenant),
+        ):
+            # before the message becomes Python objects, which take many times its bytes
             check_embed(request, self._max_model_len())
             requests = embedding_requests(request, request_id, tenant, context.time_remaining())
-            with self._clients.running.open(authorization_of(metadata), request_id, name):
-                return embed_response(name or request_id, await self._path.pipeline.embed(*requests))
+            found = await self._path.pipeline.embed(*requests)
+            usages = [delta.usage for delta in found if delta.usage]
+            return pb.EmbedResponse(
+                request_id=name,
+                embeddings=[pb.Embedding(values=delta.embedding) for delta in found],
+                usage=pb.Usage(
+                    prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+                    cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+                ),
+            )
 
     async def Cancel(  # noqa: N802
         self, request: pb.CancelGenerationRequest, context: Any
@@ -128,12 +153,47 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, request_id: str, context: Any
     ) -> AsyncIterator[tuple[str, AsyncIterator[Delta]]]:
         """Yield the request's name for its answer, and the answer."""
+        async with self._named(request, request_id, context) as (name, tenant):
+            # before the message becomes Python objects, which take many times its bytes
+            check_generate(request, self._max_model_len())
+            generation = generation_request(request, request_id, tenant, context.time_remaining())
+            async with self._path.pipeline.generate(generation) as deltas:
+                yield name, deltas
+
+    @asynccontextmanager
+    async def _named(
+        self, request: pb.GenerateRequest | pb.EmbedRequest, request_id: str, context: Any
+    ) -> AsyncIterator[tuple[str, str]]:
+        """Yield the request's name for its answer, and its tenant. Within the block its client can cancel it."""
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
         metadata = context.invocation_metadata()
         name = name_of(request, metadata)
-        tenant = self._clients.keys.tenant(authorization_of(metadata))
-        check_generate(request, self._max_model_len())
-        generation = generation_request(request, request_id, tenant, context.time_remaining())
-        with self._clients.running.open(authorization_of(metadata), request_id, name):
-            async with self._path.pipeline.generate(generation) as deltas:
-                yield name or request_id, deltas
+        owner = authorization_of(metadata)
+        with self._clients.running.open(owner, request_id, name):
+            yield name or request_id, self._clients.keys.tenant(owner)
+
+
+@asynccontextmanager
+async def answering(context: Any, id_prefix: str) -> AsyncIterator[str]:
+    """Yield a new id for the call, and end the call with the status of an error that is raised within the block."""
+    request_id = new_request_id(id_prefix)
+    try:
+        yield request_id
+    except KvbatonError as error:
+        await abort(context, error, request_id)
+    except Exception:
+        logger.exception("%s: unexpected error", request_id)
+        internal = InternalError(f"an internal error; the log names it by {request_id}")
+        await abort(context, internal, request_id)
+
+
+def name_of(request: pb.GenerateRequest | pb.EmbedRequest, metadata: Any) -> str | None:
+    """Return the client's name for its request. Raises InvalidRequestError for a ``request_id`` that is not a valid name."""
+    if not request.request_id:
+        given = dict(metadata or ()).get(_NAME_KEY)
+        return client_name(given if isinstance(given, str) else None)
+    if not client_name(request.request_id):
+        raise InvalidRequestError(
+            "request_id must be 1 to 64 printable ASCII characters without spaces", param="request_id"
+        )
+    return request.request_id

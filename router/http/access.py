@@ -7,9 +7,8 @@ from aiohttp.typedefs import Middleware
 
 from contract.errors import UnauthenticatedError
 from serving.admin_access import authorization_of
-from serving.api_keys import ApiKeys
+from serving.api_keys import ApiKeys, WrongKeys
 from serving.http_hosts import HostCheck
-from serving.wrong_keys import WrongKeys
 
 _OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping", "/ready", "/version"})
 _METRICS = "/metrics"
@@ -35,6 +34,7 @@ def checking(*checks: Check) -> Middleware:
 
 def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Check:
     """Return a check that requires an API key except on open paths. It counts and raises UnauthenticatedError."""
+    # platforms ask for the health without a key, and browsers for the page with links
     open_paths = _OPEN_PATHS if metrics_need_key else _OPEN_PATHS | {_METRICS}
 
     def check(request: web.Request) -> None:
@@ -88,6 +88,7 @@ class Cors:
             return answer_preflight(request) if is_preflight and self._allowed(request) else handler(request)
 
         async def answer_preflight(request: web.Request) -> web.StreamResponse:
+            # whatever headers the page asks for: access depends on the key in one of them, and not on their names
             asked_for = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, hdrs.AUTHORIZATION)
             return web.Response(
                 status=204,
@@ -104,6 +105,7 @@ class Cors:
         """Add the CORS headers to a response. For ``on_response_prepare``, which errors and streams pass too."""
         if not self._origins:
             return
+        # to every page, also one that is not allowed: a cache must not give one origin's answer to another
         response.headers.add(hdrs.VARY, hdrs.ORIGIN)
         if allowed := self._allowed(request):
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = allowed

@@ -1,10 +1,57 @@
-"""The public HTTP port."""
+"""The public HTTP port: its application, with middlewares around the routes, and its server."""
 
-from aiohttp import web
+from collections.abc import Iterable
 
+from aiohttp import hdrs, web
+
+from router.attempts.draining import Drain
 from router.client_access import ClientAccess
+from router.http.access import Cors, checking, key_check
+from router.http.bodies.json_bodies import check_expectation
+from router.http.boundary import boundary, lifetime
 from router.settings import RouterSettings
+from serving.http_hosts import HostCheck, listed_hosts
 from serving.http_server import HttpServer, start_http
+
+
+def build_app(
+    routes: Iterable[web.RouteDef], settings: RouterSettings, clients: ClientAccess, drain: Drain
+) -> web.Application:
+    """Return an application that serves ``routes``. Start it with ``serving.http_server.start_http``.
+
+    While ``drain`` is on, connections are closed after their answers.
+    """
+    cors = Cors(settings.origins)
+    keys = key_check(clients.keys, clients.wrong_keys, metrics_need_key=settings.metrics_need_key)
+    hosts = HostCheck(settings.http, listed_hosts(settings.allowed_hosts))
+    # With API keys there is nothing to protect from forms: a page of another site cannot send a key.
+    forms = [] if clients.keys.are_required else [cors.reject_forms(hosts)]
+    app = web.Application(
+        middlewares=[
+            cors.middleware,
+            boundary,
+            checking(hosts.check, keys, *forms),
+            lifetime(clients.running),
+        ],
+        client_max_size=settings.max_body_bytes,
+    )
+    app.on_response_prepare.append(cors.mark)
+
+    async def end_connection(_: web.Request, response: web.StreamResponse) -> None:
+        if drain.is_on:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"  # force_close comes too late for the header
+
+    app.on_response_prepare.append(end_connection)
+    # aiohttp would answer ``Expect: 100-continue`` before keys and sizes are checked; the reader of the body does it later
+    app.add_routes(
+        web.RouteDef(
+            route.method, route.path, route.handler, {**route.kwargs, "expect_handler": check_expectation}
+        )
+        for route in routes
+    )
+    return app
+
 
 _STOP_GRACE_SECONDS = 1.0
 
@@ -21,7 +68,7 @@ class HttpPort:
     @property
     def num_answering(self) -> int:
         """Requests that are being answered."""
-        return self._server.connections.num_answering if self._server else 0
+        return len(self._server.connections.answering) if self._server else 0
 
     async def start(self, max_connections: int) -> str:
         """Listen, and return the real "host:port". Raises SettingError."""
@@ -34,6 +81,7 @@ class HttpPort:
             limits=self._settings.http_limits(max_connections),
             is_shared=self._settings.reuse_port,
             root_path=self._settings.root_path or "",
+            penalties=self._clients.penalties,
         )
         return self._server.address
 

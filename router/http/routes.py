@@ -1,6 +1,7 @@
 """Every path of the public HTTP API."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.metadata import version
 
 from aiohttp import web
@@ -11,17 +12,10 @@ from router.batches.service import BatchService
 from router.client_access import ClientAccess
 from router.http.answer_writer import AnswerWriter
 from router.http.bodies.json_bodies import JsonBodyReader
-from router.http.embeddings import EmbeddingEndpoint, EmbeddingParser
-from router.http.files.routes import file_routes
-from router.http.generation.endpoints import GenerationEndpoints
-from router.http.generation.parser import GenerationParser
-from router.http.messages.endpoints import MessageEndpoints
-from router.http.messages.parser import MessageParser
-from router.http.models import ModelEndpoints
+from router.http.embeddings import EmbeddingParser, embedding_route
+from router.http.endpoints import text_endpoints
+from router.http.files.batches import file_routes
 from router.http.openapi import document
-from router.http.pages import PageEndpoints
-from router.http.responses.endpoints import ResponseEndpoints
-from router.http.responses.parser import ResponseParser
 from router.http.status import StatusEndpoints
 from router.http.tokenizing import TokenizerEndpoints
 from router.request_path import RequestPath
@@ -38,24 +32,20 @@ def all_routes(
 ) -> list[web.RouteDef]:
     """Return the routes. batches: None if the router keeps no files. collector: returns the metrics of this moment."""
     models = path.models
-    registry = path.registry
     bodies = JsonBodyReader(models, clients.held, settings)
-    answers = AnswerWriter(path.pipeline, settings.client_stall_seconds, settings.stream_keep_alive_seconds)
+    answers = AnswerWriter(
+        bodies, path.pipeline, settings.client_stall_seconds, settings.stream_keep_alive_seconds
+    )
     api = document(
         version("kvbaton"),
         needs_key=clients.keys.are_required,
         metrics_need_key=settings.metrics_need_key,
     )
-    generation = GenerationParser(models, settings.max_answers)
-    embeddings = EmbeddingParser(models, settings.max_answers)
+    endpoints = text_endpoints(models, settings.max_answers)
     return [
-        *GenerationEndpoints(bodies, answers, generation).routes(),
-        *ResponseEndpoints(bodies, answers, ResponseParser(models)).routes(),
-        *MessageEndpoints(bodies, answers, path.pipeline, MessageParser(models)).routes(),
-        *EmbeddingEndpoint(bodies, path.pipeline, embeddings).routes(),
-        *TokenizerEndpoints(bodies, models, registry, path.tokenizers).routes(),
+        *(web.post(url, partial(answers.answer, endpoint)) for url, endpoint in endpoints.items()),
+        embedding_route(bodies, path.pipeline, EmbeddingParser(models, settings.max_answers)),
+        *TokenizerEndpoints(bodies, path).routes(),
         *file_routes(bodies, batches, settings),
-        *ModelEndpoints(models, registry).routes(),
-        *PageEndpoints(api, lambda: path.missing, lambda: path.tracker.num_held).routes(),
-        *StatusEndpoints(lambda: path.missing, lambda: path.degraded, drain, collector, api).routes(),
+        *StatusEndpoints(path, drain, collector, api).routes(),
     ]

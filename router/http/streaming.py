@@ -1,18 +1,23 @@
-"""Server-sent events: one ``data:`` line for each chunk, then ``data: [DONE]``; or an error and no [DONE]."""
+"""Server-sent events: one ``data:`` line for each chunk, then ``data: [DONE]``; or an error and no [DONE].
+
+``KeepAlive`` writes to a silent stream, so that a proxy or a client with an idle limit does not end it meanwhile.
+"""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from aiohttp import hdrs, web
 
 from contract.errors import CancelledError
-from router.http.formatter import Event
-from serving.stall_limit import stalled
+from router.http.bodies.body import Json
+from serving.event_loop import stalled
 
+Event = Json | msgspec.Raw
+"""An object of a stream, or its JSON."""
 _SMALL_BYTES = 2**14
 """Bytes that a transport with nothing unsent takes without pausing, which it does at 64 KiB."""
 
@@ -48,6 +53,7 @@ class EventStream:
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
+                # nginx would collect events until its buffer is full
                 "X-Accel-Buffering": "no",
                 **headers,
             }
@@ -59,16 +65,11 @@ class EventStream:
         transport = self._transport
         return transport is not None and _is_empty(transport)
 
-    def send_now(self, chunks: Sequence[Event]) -> None:
-        """Write chunks while there is room, past aiohttp's writer: every token of every stream passes here."""
-        self._write_now(self._events(chunks))
-
-    def write_keep_alive(self) -> None:
-        """Write what readers skip, while there is room."""
-        self._write_now(self._keep_alive)
-
-    def _write_now(self, payload: bytes) -> None:
+    def send_now(self, chunks: Sequence[Event] = ()) -> None:
+        """Write chunks while there is room; without any, what readers skip."""
         assert self._transport is not None, "there is room only when the headers were sent"
+        payload = self._events(chunks) if chunks else self._keep_alive
+        # past aiohttp's writer: every token of every stream passes here
         self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload) if self._is_chunked else payload)
         self.last_write = time.monotonic()
 
@@ -99,7 +100,9 @@ class EventStream:
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         """Write, and end the response after the last payload. The connection of a client that stalls is closed."""
-        if self._has_room(payload):
+        transport = self._request.transport
+        # most writes cannot wait for the client, and then need no time limit
+        if len(payload) <= _SMALL_BYTES and transport is not None and _is_empty(transport):
             await self._put(payload, is_last=is_last)
             return
         try:
@@ -110,11 +113,6 @@ class EventStream:
                 self._request.transport.abort()  # else ending the response waits for the client as well
             raise stalled(self._stall_seconds) from None
 
-    def _has_room(self, payload: bytes) -> bool:
-        """Return True if a write cannot wait for the client, so that it needs no time limit: most writes cannot."""
-        transport = self._request.transport
-        return len(payload) <= _SMALL_BYTES and transport is not None and _is_empty(transport)
-
     async def _put(self, payload: bytes, *, is_last: bool) -> None:
         async with self._preparing:  # the first event may come while ``open`` sends the headers
             if not self.response.prepared:
@@ -122,8 +120,10 @@ class EventStream:
         self.last_write = time.monotonic()
         if is_last:
             await self.response.write_eof(payload)
+        # an empty chunk would be the end of a chunked response
         elif payload:
             await self.response.write(payload)
+            # known only now: to a client of HTTP/1.0 the same bytes are sent without chunks
             self._is_chunked = self.response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
             self._transport = self._request.transport
 
@@ -155,3 +155,46 @@ class NamedEventStream(EventStream):
         if isinstance(chunk, msgspec.Raw):
             raise TypeError("an event with a name is an object with its type")
         return f"event: {chunk['type']}\n".encode() + super()._event(chunk)
+
+
+class KeepAlive:
+    """Within its block, writes to a stream that was silent for ``seconds``; 0: never.
+
+    The first write of a stream sends the status and the headers, so an error after it is the stream's last event. The
+    silence of every wait counts: for a place in the queue, a worker, the prompt, the hand-over, a move, the next token.
+    """
+
+    def __init__(self, stream: EventStream, seconds: float) -> None:
+        self._stream = stream
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        if self._seconds:
+            self._look_after(self._seconds)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # An error that is raised now must find headers that were sent, or none that are about to be.
+        if self._timer:
+            self._timer.cancel()
+        if self._opening:
+            self._opening.cancel()
+
+    def _look_after(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        """Write if the silence is too long by now, and look again when it may be."""
+        rest = self._stream.last_write + self._seconds - time.monotonic()
+        if rest > 0:
+            self._look_after(rest)
+            return
+        if not self._stream.response.prepared:
+            self._opening = asyncio.create_task(
+                self._stream.open(), name="send the headers of a silent stream"
+            )
+        elif self._stream.has_room:  # else the client does not read what it has
+            self._stream.send_now()
+        self._look_after(self._seconds)

@@ -70,6 +70,7 @@ class OpenRequest:
         self._resources: list[AbstractContextManager[object]] = []
         self._error: KvbatonError | None = None
         self._task = asyncio.current_task()
+        # a task may be cancelled from outside as well: only a cancellation of its own becomes the error
         self._num_cancels = self._task.cancelling() if self._task else 0
         self.add_names(owner, *names)
 
@@ -79,11 +80,15 @@ class OpenRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self._opened.discard(self)
-        self._forget_names()
+        for key in self._keys:
+            self._named[key].discard(self)
+            if not self._named[key]:
+                del self._named[key]
         for resource in reversed(self._resources):
             resource.__exit__(None, None, None)
         if self._error is None or self._task is None:
             return
+        # else the task was cancelled a second time, by its client or the server, and that must go on
         if self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
             raise self._error from None
 
@@ -108,15 +113,10 @@ class OpenRequest:
                 self._keys.add(key)
                 self._named[key].add(self)
 
-    def _forget_names(self) -> None:
-        for key in self._keys:
-            self._named[key].discard(self)
-            if not self._named[key]:
-                del self._named[key]
-
 
 def _key(owner: str, name: str) -> _Key:
     if not owner:
         return _NO_OWNER, name
+    # the scheme ("Bearer") may be written in any way; a digest, so that no credential stays in memory
     _, _, credential = owner.partition(" ")
     return sha256(credential.strip().encode("utf-8", "surrogateescape")).digest(), name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from contract.errors import InternalError, KvbatonError, NotFoundError, UnavailableError
 from contract.run_folder import RunFolder
-from router.concurrency.change_signal import ChangeSignal
+from router.concurrency import ChangeSignal
 from router.workers.attached_worker import AttachedWorker
 from router.workers.registry import Registry
 from serving.settings import listed
@@ -75,8 +75,15 @@ class ModelSource:
     async def read_folder(self, folder: Path, name: str | None = None) -> None:
         """Read the card from a folder. Raises SettingError that names what is missing."""
         shown_name = self._given_names[0] if self._given_names else name
+        # a tokenizer of megabytes is parsed, which would stop the event loop for as long
         card = await asyncio.to_thread(ModelCard.from_folder, folder, shown_name, self._parsers)
-        _log_template(card)
+        if card.chat_template is None:
+            logger.info("the model %s has no chat template: chats are rejected", card.name)
+        else:
+            report = card.chat_template.report
+            logger.info("chat template of %s: %s", card.name, report.line())
+            for problem in report.problems():
+                logger.warning("%s", problem)
         self._card = card
         self.known_since = int(time.time())
         self._changes.notify()
@@ -89,6 +96,7 @@ class ModelSource:
     async def load_from_workers(self, registry: Registry) -> None:
         """Block until a worker has sent its model's files; workers that cannot send them are skipped."""
         while not self.is_known:
+            # taken before the look, so that a worker that attaches meanwhile is not missed
             changed = self._changes.next
             for worker in registry.workers:
                 if await self._load_from(worker):
@@ -98,45 +106,31 @@ class ModelSource:
     async def _load_from(self, worker: AttachedWorker) -> bool:
         self._settling = asyncio.Event()
         try:
-            return await self._read_from(worker)
-        finally:
-            self._settling.set()
-            self._settling = None
-
-    async def _read_from(self, worker: AttachedWorker) -> bool:
-        with RunFolder("model") as folder:
-            try:
+            with RunFolder("model") as folder:
                 await _fetch(worker, folder.path)
                 await self.read_folder(folder.path, worker.registration.model_name or None)
-            except KvbatonError as error:
-                logger.warning("the model cannot be loaded from worker %s: %s", worker.name, error.message)
-                return False
+        except KvbatonError as error:
+            logger.warning("the model cannot be loaded from worker %s: %s", worker.name, error.message)
+            return False
+        finally:
+            # whether it came or not, requests that waited for it go on
+            self._settling.set()
+            self._settling = None
         logger.info("the model %s was loaded from worker %s", self.card().name, worker.name)
         return True
-
-
-def _log_template(card: ModelCard) -> None:
-    if card.chat_template is None:
-        logger.info("the model %s has no chat template: chats are rejected", card.name)
-        return
-    report = card.chat_template.report
-    logger.info("chat template of %s: %s", card.name, report.line())
-    for problem in report.problems():
-        logger.warning("%s", problem)
 
 
 async def _fetch(worker: AttachedWorker, folder: Path) -> None:
     """Write the worker's small model files into ``folder``; files with unknown names are skipped."""
     files: dict[str, bytearray] = {}
     async for name, data in worker.calls.model_files():
+        # a name is a path below the folder, so only known ones are written
         if name in MODEL_FILES:
             files.setdefault(name, bytearray()).extend(data)
+        # a worker is trusted with its model, but a broken one must not fill the router's memory
         if sum(map(len, files.values())) > _MAX_BYTES:
             raise InternalError(f"worker {worker.name} sent model files of more than {_MAX_BYTES} bytes")
     for name, content in files.items():
-        await asyncio.to_thread(_write, folder / name, bytes(content))
-
-
-def _write(file: Path, data: bytes) -> None:
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(data)
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        await asyncio.to_thread(file.write_bytes, content)

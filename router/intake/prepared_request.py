@@ -1,13 +1,11 @@
 """A request with its prompt as token ids, every default filled in and every range checked."""
 
-import random
-
 import msgspec
 from msgspec import structs
 
 from contract.errors import ContextLengthError, InvalidRequestError
 from contract.requests import EngineRequest, check_token_ids
-from contract.sampling import SamplingParams, choice_seed
+from contract.sampling import SamplingParams
 from router.intake.request import EmbeddingRequest, GenerationRequest
 from router.routing.legs import EMBEDDING, GENERATION, RequestPlan
 from text.chat import Chat
@@ -17,7 +15,6 @@ from text.stop import StopAutomaton
 NO_STOPS = StopAutomaton(())
 _ANSWER_ROOM = 256
 """Tokens of an answer that are kept free at most: most answers are shorter than their ``max_tokens``."""
-_INT64 = 2**63
 _INT32 = 2**31
 
 
@@ -54,8 +51,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the request for an answer to the prompt. Called on the request for the first one."""
         if choice == self.choice:
             return self
-        seed = choice_seed(self.sampling.seed, choice)
-        return structs.replace(self, choice=choice, sampling=structs.replace(self.sampling, seed=seed))
+        return structs.replace(self, choice=choice, sampling=self.sampling.of_choice(choice))
 
     @property
     def max_length(self) -> int:
@@ -91,27 +87,12 @@ def prepare(
     if request.stop and not all(request.stop):
         raise InvalidRequestError("stop holds an empty string; it would end every answer", param="stop")
     _check_priority(request.priority)
-    sampling = SamplingParams(
-        temperature=card.temperature if request.temperature is None else request.temperature,
-        top_k=card.top_k if request.top_k is None else request.top_k,
-        top_p=card.top_p if request.top_p is None else request.top_p,
-        seed=_checked_seed(request.seed),
-        max_tokens=_max_tokens(request, len(prompt_ids), max_model_len, shortens_answers),
-        min_tokens=request.min_tokens,
-        stop_token_ids=request.stop_token_ids,
-        ignore_eos=request.ignore_eos,
-        logprobs=0 if request.rates_tokens and request.logprobs is None else request.logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        min_p=card.min_p if request.min_p is None else request.min_p,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=(
-            card.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
-        ),
-        logit_bias=request.logit_bias,
-        allowed_token_ids=request.allowed_token_ids,
-        grammar=request.grammar,
+    sampling = request.completed(
+        card.defaults,
+        _max_tokens(request, len(prompt_ids), max_model_len, shortens_answers),
+        rates_tokens=request.rates_tokens,
     )
+    # the engine's own checks, made before the request waits for workers
     EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=prompt_ids,
@@ -181,22 +162,12 @@ def _check_priority(priority: int) -> None:
         )
 
 
-def _checked_seed(seed: int | None) -> int:
-    if seed is None:
-        return random.getrandbits(63)  # it is no secret, and the system's generator takes longer
-    if not -_INT64 <= seed < _INT64:
-        raise InvalidRequestError(f"seed is {seed}; it must lie in {-_INT64}..{_INT64 - 1}", param="seed")
-    return seed
-
-
 def _max_tokens(
     request: GenerationRequest, num_prompt: int, max_model_len: int, shortens_answers: bool
 ) -> int:
     room = max_model_len - num_prompt
-    if request.max_tokens is not None and request.max_tokens < 1:
-        raise InvalidRequestError(
-            f"max_tokens is {request.max_tokens}; it must be 1 or more", param="max_tokens"
-        )
+    request.check_limit()
+    # an answer has one token at least; a prompt that leaves no room for it is too long
     wanted = 1 if request.max_tokens is None or shortens_answers else request.max_tokens
     if wanted > room:
         raise ContextLengthError(

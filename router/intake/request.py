@@ -10,7 +10,7 @@ from msgspec import structs
 
 from contract.errors import InvalidRequestError
 from contract.requests import MAX_CHOICES
-from contract.sampling import Grammar
+from contract.sampling import RequestedSampling
 from text.chat import Chat
 from text.length_bound import check_length_fits, check_text_fits
 from text.model_card import ModelCard
@@ -21,7 +21,7 @@ BACKGROUND_PRIORITY = -(2**31)
 """The priority of requests that are admitted only when no other request waits."""
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRequest(RequestedSampling, frozen=True, kw_only=True):
     """A request as the client sent it. None means: not given, take the model's or the documented default.
 
     request_id: made by the router, and never used for another request; a client's own name for its request is not one.
@@ -36,29 +36,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt: str | tuple[int, ...] | Chat
     model: str | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
     default_max_tokens: int | None = None
-    min_tokens: int = 0
     num_choices: int = 1
     rates_tokens: bool = False
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    min_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    grammar: Grammar | None = None
     grammar_field: str = "grammar"
     priority: int = 0
     cache_salt: str = ""
@@ -108,6 +91,7 @@ def for_prompts(first: _Request, prompts: Iterable[str | tuple[int, ...]]) -> li
     name = first.request_id
     requests = [first]
     for number, prompt in enumerate(prompts, 1):
+        # each prompt is a request of its own at the workers, and its family keeps them together in the queue
         requests.append(structs.replace(first, request_id=f"{name}-{number}", prompt=prompt, family=name))
     return requests
 

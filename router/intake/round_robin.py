@@ -64,6 +64,8 @@ class RoundRobin:
                     turn.set_result(None)
                     num_begun += 1
             self._num_begun += num_begun
+            # a client stays listed for the round after its last begin, by which ``wait_turn`` finds that it has begun
+            # one
             if not num_begun:
                 del self._waiting[client]
         if self._waiting:
@@ -75,16 +77,14 @@ class RoundRobin:
         if self._is_one_alone:
             loop.call_soon(self._next_round)
         else:
-            loop.call_later(self._pause_seconds(), self._next_round)
+            # time of the thread, and not of the clock: waiting for events is no work that others were kept from; it takes
+            # a system call, which one client alone need not pay for
+            busy = self._cpu_clock() - self._busy_before
+            self._busy_before += busy
+            loop.call_later(pause_seconds(busy, _FACTOR), self._next_round)
 
     @property
     def _is_one_alone(self) -> bool:
         """True if at most one client is active."""
         names = self._recent.names
         return max(len(names), len(self._waiting)) < 2 and len(names | self._waiting.keys()) < 2
-
-    def _pause_seconds(self) -> float:
-        """Return the pause after the work since the last one. The clock is a system call, and not read for one client."""
-        busy = self._cpu_clock() - self._busy_before
-        self._busy_before += busy
-        return pause_seconds(busy, _FACTOR)

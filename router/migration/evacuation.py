@@ -22,10 +22,9 @@ from contract.identity import WORKER_ROLES, Role
 from contract.membership import RoleOrder
 from router.attempts.leg_outcome import WorkerDrainedError
 from router.attempts.request_run import RequestRuns
-from router.concurrency.change_signal import ChangeSignal
-from router.concurrency.tasks import TaskSet
-from router.migration.move import MoveResult
-from router.migration.moving import Mover
+from router.concurrency import ChangeSignal, TaskSet
+from router.migration.migration import MigrationState
+from router.migration.migrator import Migrator
 from router.migration.standing_orders import StandingOrders
 from router.routing.policy import decodes_no_more
 from router.telemetry.metrics import DrainMetrics
@@ -63,7 +62,7 @@ class Evacuation:
         self,
         registry: Registry,
         runs: RequestRuns,
-        mover: Mover,
+        migrator: Migrator,
         tasks: TaskSet,
         changes: ChangeSignal,
         metrics: DrainMetrics,
@@ -73,7 +72,7 @@ class Evacuation:
         self._standing = standing or StandingOrders()
         self._registry = registry
         self._runs = runs
-        self._mover = mover
+        self._migrator = migrator
         self._tasks = tasks
         self._changes = changes
         self._metrics = metrics
@@ -81,7 +80,7 @@ class Evacuation:
         self._drains: dict[AttachedWorker, _Drain] = {}
         self._emptied: set[AttachedWorker] = set()
 
-    def credit_changed(self, worker: AttachedWorker) -> None:
+    def on_credit_changed(self, worker: AttachedWorker) -> None:
         """Process a worker's new credit: whether it drains, until when, and whether it is empty."""
         credit = worker.capacity.credit
         ordered = worker.capacity.ordered
@@ -123,7 +122,7 @@ class Evacuation:
             self._registry.take_role(worker, Role(taken.role))
             self._metrics.flipped(taken.role)
 
-    def worker_gone(self, worker: AttachedWorker) -> None:
+    def on_worker_gone(self, worker: AttachedWorker) -> None:
         """End the drain of a worker that is detached, if one is on."""
         self._standing.detached(worker)
         self._end(worker, "lost")
@@ -147,7 +146,11 @@ class Evacuation:
             credit.drain_seconds,
         )
         self._drains[worker] = _Drain(self._clock())
-        if self._has_other(worker):
+        # only if another worker has the role and accepts legs: without one, legs that leave would wait
+        if any(
+            other is not worker and other.role is worker.role and other.has_credit
+            for other in self._registry.workers
+        ):
             text = f"worker {worker.name} drains, and has not begun to decode the request"
             for run in list(self._runs.open_runs):
                 run.leave(worker, WorkerDrainedError(text), only_unstarted=True)
@@ -164,19 +167,12 @@ class Evacuation:
         """Move what the worker decodes to other workers, until nothing is left or its legs are taken away."""
         try:
             while self._has_answers_to_move(worker):
-                moved = await self._mover.move_all(worker, list(self._runs.open_runs))
-                if num_moved := moved[MoveResult.MOVED]:
+                moved = await self._migrator.move_all(worker, list(self._runs.open_runs))
+                if num_moved := moved[MigrationState.MOVED]:
                     logger.info("%d answers were moved away from worker %s", num_moved, worker.name)
                 await asyncio.sleep(_AGAIN_SECONDS)
         finally:
             self._emptied.discard(worker)
-
-    def _has_other(self, worker: AttachedWorker) -> bool:
-        """Return True if another worker has the role of this one and accepts legs."""
-        return any(
-            other is not worker and other.role is worker.role and other.has_credit
-            for other in self._registry.workers
-        )
 
     def _end(self, worker: AttachedWorker, result: str) -> None:
         drain = self._drains.pop(worker, None)

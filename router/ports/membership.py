@@ -1,35 +1,36 @@
-"""The router's side of a worker's stream: the worker registers on it, then sends tokens and its load."""
+"""The internal gRPC port, and the router's side of a worker's stream.
+
+A worker registers on its stream, and then sends tokens and its load.
+"""
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
 import grpc
+import grpc.aio
 
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
-from contract.membership import Registration, Welcome
+from contract.membership import Credit, Load, Registration, RoleOrder, Welcome
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.migration.evacuation import Evacuation
+from router.settings import RouterSettings
 from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
 from router.workers.registry import Registry, WorkerIdTakenError
 from router.workers.worker_calls import open_worker_calls
-from serving.cluster_tls import ClusterTls, peer_names, worker_name
-from wire.membership import (
-    credit_from_proto,
-    load_from_proto,
-    registration_from_proto,
-    role_taken_from_proto,
-    welcome_to_proto,
-)
+from serving.cluster_tls import ClusterTls, peer_names, router_tls, worker_name
+from serving.grpc_options import internal_server_options, start_grpc
+from serving.grpc_unauthenticated import UnauthenticatedConnections
+from wire.membership import from_proto, to_proto
 from wire.numbers import BadNumberError
 
 logger = logging.getLogger(__name__)
-
 _REGISTRATION_SECONDS = 10.0
 _PEER_TIMEOUTS = 1.5
 """Time-outs of a peer after which the router has certainly noticed a dead connection."""
@@ -76,7 +77,11 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         async with open_worker_calls(registration, self._tls, self._accept_timeout) as calls:
             orders = OrderStream(registration.worker_id, self._accept_timeout)
             worker = self._registry.new_worker(registration, calls, orders)
-            await self._wait_for_id(registration)
+            if other := self._registry.holder(registration):
+                # this router may not have noticed yet that the former process is dead
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._wait_seconds):
+                        await other.gone.wait()
             try:
                 self._registry.attach(worker)
             except WorkerIdTakenError as error:
@@ -90,7 +95,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 await self._connect(worker, context)
                 protocol = min(WORKER_PROTOCOL_MAX, registration.protocol_max)
                 welcome = Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
-                yield pb.RouterMessage(welcome=welcome_to_proto(welcome))
+                yield pb.RouterMessage(welcome=to_proto(pb.Welcome, welcome))
                 async for message in self._orders(worker, request_iterator):
                     yield message
                 if worker.is_leaving:
@@ -99,7 +104,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 reason = error.message
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
             finally:
-                self._evacuation.worker_gone(worker)
+                self._evacuation.on_worker_gone(worker)
                 self._registry.detach(worker, reason)
 
     async def _orders(
@@ -109,6 +114,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         reading = asyncio.create_task(self._read(worker, messages), name=f"read the stream of {worker.name}")
         gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
         for task in (reading, gone):
+            # the end of either task wakes the loop below, which otherwise waits for a message to send
             task.add_done_callback(lambda _: worker.orders.close())
         try:
             async for message in worker.orders.messages():
@@ -118,24 +124,28 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
             reading.cancel()
             gone.cancel()
             await asyncio.wait({reading, gone})
+        # an error of the reader is the stream's own, and must not be lost in a task that is not awaited
         if not reading.cancelled() and (error := reading.exception()):
             raise error
 
     async def _read(self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         async for message in messages:
-            worker.orders.carried_out(message.num_orders)
+            # before the message itself: a leg whose token it brings must not be rejected as late
+            worker.orders.on_carried_out(message.num_orders)
             match message.WhichOneof("message"):
                 case "step":
                     worker.deliver(message.step)
                 case "load":
-                    worker.capacity.report_load(load_from_proto(message.load))
+                    worker.capacity.report_load(from_proto(Load, message.load))
                 case "credit":
-                    worker.capacity.grant(credit_from_proto(message.credit))
+                    worker.capacity.grant(from_proto(Credit, message.credit))
+                    # decided at each credit, which names the role that the worker may take; the report below is the
+                    # answer
                     worker.capacity.needs_role = self._registry.needs_role_of(worker)
                     worker.report_use()
-                    self._evacuation.credit_changed(worker)
+                    self._evacuation.on_credit_changed(worker)
                 case "role_taken":
-                    self._evacuation.role_taken(worker, role_taken_from_proto(message.role_taken))
+                    self._evacuation.role_taken(worker, from_proto(RoleOrder, message.role_taken))
                 case "goodbye":
                     worker.leave()
                     return
@@ -143,13 +153,6 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                     pass  # it only reports the orders that were carried out
                 case other:
                     logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)
-
-    async def _wait_for_id(self, registration: Registration) -> None:
-        """Wait for a while until another process with the same worker id is detached."""
-        if other := self._registry.holder(registration):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._wait_seconds):
-                    await other.gone.wait()
 
     async def _connect(self, worker: AttachedWorker, context: Any) -> None:
         """Connect to a worker before it is accepted: until then it grants no credit, and receives no request."""
@@ -183,4 +186,46 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
             first = await anext(messages, pb.WorkerMessage())
     except TimeoutError:
         first = pb.WorkerMessage()
-    return registration_from_proto(first.registration)
+    return from_proto(Registration, first.registration)
+
+
+class WorkerPort:
+    """Owns the server between ``start`` and ``stop``. Raises SettingError without a usable cluster secret."""
+
+    def __init__(self, registry: Registry, evacuation: Evacuation, settings: RouterSettings) -> None:
+        self._registry = registry
+        self._evacuation = evacuation
+        self._settings = settings
+        self._tls = router_tls(settings.read_secret())
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, max_connections: int) -> str:
+        """Listen, and return the real "host:port". Raises SettingError."""
+        peer_timeout = self._settings.peer_timeout_seconds
+        unauthenticated = UnauthenticatedConnections()
+        self._server = grpc.aio.server(options=internal_server_options(peer_timeout, max_connections))
+        servicer = MembershipServicer(
+            self._registry,
+            self._evacuation,
+            f"router-{secrets.token_hex(4)}",
+            self._tls,
+            self._settings.accept_timeout_seconds,
+            peer_timeout,
+            unauthenticated.meet,
+        )
+        worker_pb2_grpc.add_MembershipServicer_to_server(servicer, self._server)
+        credentials = self._tls.announcing_credentials(unauthenticated.on_handshake)
+        address = await start_grpc(
+            self._server, self._settings.internal, param="internal", credentials=credentials
+        )
+        unauthenticated.watch(address)
+        return address
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Detach all workers and stop listening. Does nothing before ``start``."""
+        if self._server:
+            # with a goodbye workers do not take the end of their stream for a broken network
+            for worker in self._registry.workers:
+                worker.leave()
+                worker.gone.set()
+            await self._server.stop(grace_seconds)

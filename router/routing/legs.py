@@ -6,9 +6,10 @@ A new kind of leg is a new row of ``LEG_KINDS`` and a plan that names it. Attemp
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -56,24 +57,16 @@ class LegKind:
     num_tokens_before: int = 0
 
 
-def _prefill(request: EngineRequest) -> pb.Order:
+def _order(leg: str, write: Callable[[EngineRequest, Any], object], request: EngineRequest) -> pb.Order:
+    """Return the order of a leg. leg: the order's field. write: fills it from the request."""
     order = pb.Order()
-    prefill_to_proto(request, order.prefill)
+    write(request, getattr(order, leg))
     return order
 
 
-def _decode(request: EngineRequest) -> pb.Order:
-    order = pb.Order()
-    decode_to_proto(request, order.decode)
-    return order
-
-
-def _embed(request: EngineRequest) -> pb.Order:
-    order = pb.Order()
-    embed_to_proto(request, order.embed)
-    return order
-
-
+_prefill = partial(_order, "prefill", prefill_to_proto)
+_decode = partial(_order, "decode", decode_to_proto)
+_embed = partial(_order, "embed", embed_to_proto)
 LEG_KINDS: Mapping[str, LegKind] = MappingProxyType(
     {
         PREFILL: LegKind(order=_prefill, transfer=Transfer.SEND),

@@ -20,6 +20,28 @@ from contract.membership import Credit
 from router.routing.legs import GENERATION, Placement, RequestPlan, placed
 from router.routing.views import RankedView, WorkerSize, WorkerView, WorkerViews, is_full, longest
 
+
+def missing_roles(roles: Iterable[Role], *, embeds_only: bool) -> frozenset[Role]:
+    """Return the roles that requests need and that are not among ``roles``."""
+    present = frozenset(roles)
+    needed = frozenset({Role.PREFILL} if embeds_only else {Role.PREFILL, Role.DECODE})
+    return frozenset() if Role.AGGREGATED in present else needed - present
+
+
+def is_role_needed(
+    role: Role, next_role: Role, others: Iterable[tuple[Role, bool]], *, embeds_only: bool
+) -> bool:
+    """Return True if a worker must keep ``role``: without it a role may be missing that is not missing with it.
+
+    others: the roles of the other workers, each with True if this router has agreed to a change that is not over. Such a
+    worker may take its next role or keep its present one, so neither counts.
+    """
+    staying = {one for one, changes in others if not changes}
+    # a role that is missing anyway is no reason to refuse a change
+    before = missing_roles({role, *staying}, embeds_only=embeds_only)
+    return bool(missing_roles({next_role, *staying}, embeds_only=embeds_only) - before)
+
+
 Pairs = frozenset[tuple[str, str]]
 """Pairs of worker ids, sender first."""
 _NONE: frozenset[str] = frozenset()
@@ -84,8 +106,24 @@ def place(
     sizes = _fitting(workers, request)
     plan = _plan_now(workers, sizes, request)
     choice = _Choice(workers, request, plan, sizes, taken)
-    alone = choice.least_loaded(Role.AGGREGATED, turn)
-    chosen = _one_for_each_leg(choice, turn, unreachable)
+    alone = next(choice.by_load(Role.AGGREGATED, turn), None)
+    # the load of a later leg's worker counts more, since the request stays there longer: so the last leg chooses first
+    last_first = plan.roles[::-1]
+    chosen: Sequence[WorkerView] = ()
+    if not unreachable:
+        found: list[WorkerView] = []
+        for role in last_first:
+            if (worker := next(choice.by_load(role, turn), None)) is None:
+                break
+            found.append(worker)
+        else:
+            chosen = found[::-1]
+    else:
+        # pairs matter only here, and unreachable ones are few and rare: otherwise the roles are independent of each other
+        for several in product(*(list(choice.by_load(role, turn)) for role in last_first)):
+            if unreachable.isdisjoint(pairwise(worker.worker_id for worker in several[::-1])):
+                chosen = several[::-1]
+                break
     if chosen and not (alone and _is_less_busy(alone, chosen, plan, request)):
         legs = [(kind, worker.worker_id) for (kind, _), worker in zip(plan.legs, chosen, strict=True)]
         return placed(*legs, num_delivered=request.num_delivered)
@@ -109,6 +147,7 @@ def never_moved_to(
     sources: workers that answers are being moved away from. They, and unsettled workers, are no target: two workers that
     lend to each other could both wait for blocks (law 4).
     """
+    # only pairs from this source: an answer is moved from it and from nowhere else
     unreached = {target for sender, target in unreachable if sender == source}
     return frozenset({source, *sources, *unreached, *workers.unsettled})
 
@@ -206,30 +245,46 @@ class _Choice:
         ]
 
     def has_room(self, worker: RankedView, excluded: Set[str] = _NONE) -> bool:
-        """Return True if the worker can take the request now, and is not excluded."""
-        worker_id = worker.view.worker_id
-        return (
-            worker.size in self._sizes
-            and worker_id not in self._taken
-            and worker_id not in self._request.full
-            and worker_id not in self._request.too_small
-            and worker_id not in excluded
-            and _has_room(worker.view, self._request)
-        )
+        """Return True if the worker can take the request, is not excluded, and has credit for it or nothing to do.
 
-    def least_loaded(self, role: Role, turn: int) -> WorkerView | None:
-        """Return the first worker of ``by_load``; None without one."""
-        return next(self.by_load(role, turn), None)
+        A prefill worker takes another prompt while its queue is below its limit; other workers if the whole request fits.
+        Each choice is a leg, so several choices begin beside other requests only if there is credit for all of them.
+        """
+        request = self._request
+        view = worker.view
+        worker_id = view.worker_id
+        if (
+            worker.size not in self._sizes
+            or worker_id in self._taken
+            or worker_id in request.full
+            or worker_id in request.too_small
+            or worker_id in excluded
+        ):
+            return False
+        # without this a request with more tokens than the whole credit would wait for ever
+        if view.num_requests == 0:
+            return view.max_requests > 0
+        if view.num_requests + request.num_choices > view.max_requests:
+            return False
+        if request.may_overdraw:
+            return True
+        if view.role is Role.PREFILL:
+            return view.num_tokens < view.max_tokens
+        needed = view.num_tokens + request.num_tokens
+        return needed <= view.max_tokens and not is_full(view.kv_cache_usage)
 
     def by_load(self, role: Role, turn: int) -> Iterator[WorkerView]:
         """Yield the workers of a role that have room, least loaded first. Equal ones begin with another one each turn.
 
-        The preferred worker goes before all.
+        The prefill worker whose cache holds the prompt goes before all.
         """
         excluded = self._excluded(role) if self._request.avoid else _NONE
-        if self._request.prefer and (preferred := self._preferred(role, self._request.prefer, excluded)):
-            yield preferred
-            excluded |= {preferred.worker_id}
+        if self._request.prefer and role is Role.PREFILL:
+            preferred = self._workers.get(self._request.prefer)
+            # by its size, since it may have another role by now
+            if preferred and preferred.size.role is role and self.has_room(preferred, excluded):
+                yield preferred.view
+                excluded |= {preferred.view.worker_id}
         ranked = self._workers.ranked(role)
         first = 0
         while first < len(ranked) and not self.has_room(ranked[first], excluded):
@@ -239,15 +294,9 @@ class _Choice:
         end = bisect_right(ranked, ranked[first].load, lo=first, key=itemgetter(0))
         start = first + turn % (end - first)
         for number in chain(range(start, end), range(first, start), range(end, len(ranked))):
+            # the search above has asked the first one already
             if number == first or self.has_room(ranked[number], excluded):
                 yield ranked[number].view
-
-    def _preferred(self, role: Role, prefer: str, excluded: frozenset[str]) -> WorkerView | None:
-        """Return the prefill worker whose cache holds the prompt, if it has this role and room."""
-        worker = self._workers.get(prefer) if role is Role.PREFILL else None
-        return (
-            worker.view if worker and worker.size.role is role and self.has_room(worker, excluded) else None
-        )
 
     def _excluded(self, role: Role) -> frozenset[str]:
         """Return the ids of workers that must not take a leg in this role, if some are to be avoided.
@@ -257,6 +306,7 @@ class _Choice:
         request = self._request
         excluded = request.too_small | request.avoid
         trusted = [size for size in self._sizes if self._workers.of_size(size) - excluded]
+        # a request whose only possible worker has failed it once tries it again, and does not fail
         if any(size.role is role for size in trusted) or missing_role(trusted, request.plan) is None:
             return excluded
         return request.too_small
@@ -264,6 +314,7 @@ class _Choice:
 
 def _fitting(workers: WorkerViews, request: PlacementRequest) -> frozenset[WorkerSize]:
     """Return the sizes of worker that a request fits."""
+    # nearly every request fits every worker, and then no size has to be looked at; + 2: see ``fits``
     if max(request.num_prompt_tokens + 2, request.least_length) <= workers.common_length:
         return workers.sizes
     return frozenset([size for size in workers.sizes if fits(size, request)])
@@ -283,29 +334,9 @@ def _plan_now(workers: WorkerViews, sizes: Set[WorkerSize], request: PlacementRe
     for size in sizes:
         if size.role is first and workers.of_size(size) - request.too_small:
             return plan
+    # a worker that is too small now will not grow, while one that is missing may be starting
     is_attached = any(size.role is first and size.has_credit for size in workers.sizes)
     return plan.fallback if request.is_replay or is_attached else plan
-
-
-def _one_for_each_leg(choice: _Choice, turn: int, unreachable: Pairs) -> tuple[WorkerView, ...] | None:
-    """Return the least loaded workers that have room for the legs and reach each other; None without such workers.
-
-    The load of a later leg's worker counts more: the request stays there longer.
-    """
-    last_first = choice.plan.roles[::-1]
-    if not unreachable:
-        chosen = []
-        for role in last_first:
-            if (worker := choice.least_loaded(role, turn)) is None:
-                return None
-            chosen.append(worker)
-        return tuple(chosen[::-1])
-    for several in product(*(list(choice.by_load(role, turn)) for role in last_first)):
-        in_order = several[::-1]
-        pairs = pairwise(worker.worker_id for worker in in_order)
-        if unreachable.isdisjoint(pairs):
-            return in_order
-    return None
 
 
 def _is_less_busy(
@@ -328,24 +359,7 @@ def _unreached(choice: _Choice, turn: int, unreachable: Pairs) -> WorkerView | N
     *_, before, last = choice.plan.roles
     senders = choice.able(before)
     for worker in choice.by_load(last, turn):
+        # its prompt need not wait for a hand-over that cannot happen: the worker computes it itself
         if senders and all((sender.worker_id, worker.worker_id) in unreachable for sender in senders):
             return worker
     return None
-
-
-def _has_room(worker: WorkerView, request: PlacementRequest) -> bool:
-    """Return True if the worker's credit reaches for the request, or if it has nothing to do.
-
-    A prefill worker takes another prompt while its queue is below its limit; other workers if the whole request fits. Each
-    choice is a leg, so several choices begin beside other requests only if there is credit for all of them.
-    """
-    if worker.num_requests == 0:
-        return worker.max_requests > 0
-    if worker.num_requests + request.num_choices > worker.max_requests:
-        return False
-    if request.may_overdraw:
-        return True
-    if worker.role is Role.PREFILL:
-        return worker.num_tokens < worker.max_tokens
-    needed = worker.num_tokens + request.num_tokens
-    return needed <= worker.max_tokens and not is_full(worker.kv_cache_usage)

@@ -24,12 +24,14 @@ class RecentClients:
 
     def note(self, client: str) -> None:
         """Record a request of a client."""
+        # taken out first, so that the client moves to the end of the order
         self._noted_at.pop(client, None)
         self._noted_at[client] = self._clock()
 
     @property
     def names(self) -> Set[str]:
         """The clients that count as recent now."""
+        # the oldest are first, so this ends at the first one that is recent
         since = self._clock() - self._seconds
         while self._noted_at and self._noted_at[oldest := next(iter(self._noted_at))] <= since:
             del self._noted_at[oldest]
@@ -80,20 +82,6 @@ class TotalCredit(msgspec.Struct, frozen=True):
         """Tokens up to which a request counts as short; so many stay free for clients that hold nothing."""
         return int(_RESERVED * self.max_tokens / max(1, self.num_workers))
 
-    @property
-    def _reserved_requests(self) -> int:
-        return int(self.max_requests >= _MIN_REQUESTS)
-
-    def free_requests(self, tenant: str, share: float) -> float:
-        """Return how many requests a client may begin that may hold this share of all."""
-        own = share * self.max_requests - self.held.num_requests.get(tenant, 0)
-        return min(own, self.max_requests - self._reserved_requests - self.held.all_requests)
-
-    def free_tokens(self, tenant: str, share: float) -> float:
-        """Return how many tokens a client may begin that may hold this share of all."""
-        own = share * self.max_tokens - self.held.num_tokens.get(tenant, 0)
-        return min(own, self.max_tokens - self.short_tokens - self.held.all_tokens)
-
 
 class RunningShares:
     """Decides if a client may begin more requests. max_share: of all requests, and of all tokens, that run at a time."""
@@ -119,11 +107,16 @@ class RunningShares:
             return num_choices
         is_alone = self.is_alone(tenant, use.held)
         share = 1.0 if is_alone else self._max_share
-        free_requests = use.free_requests(tenant, share)
-        free_answers = (use.free_tokens(tenant, share) - num_prompt_tokens) / max(1, num_answer_tokens)
+        own_requests = share * use.max_requests - use.held.num_requests.get(tenant, 0)
+        num_reserved = int(use.max_requests >= _MIN_REQUESTS)
+        free_requests = min(own_requests, use.max_requests - num_reserved - use.held.all_requests)
+        own_tokens = share * use.max_tokens - use.held.num_tokens.get(tenant, 0)
+        free_tokens = min(own_tokens, use.max_tokens - use.short_tokens - use.held.all_tokens)
+        free_answers = (free_tokens - num_prompt_tokens) / max(1, num_answer_tokens)
         number = min(num_choices, int(free_requests), int(free_answers))
         if number > 0:
             return number
+        # beside such a request no room can stay free on a worker, so to wait for that would never end
         large = num_prompt_tokens + num_answer_tokens > use.max_tokens / max(1, use.num_workers) / 2
         holds_none = tenant not in use.held.num_requests
         return int(holds_none or (is_alone and num_choices == 1 and large and free_requests >= 1))

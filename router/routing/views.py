@@ -152,6 +152,7 @@ class WorkerViews:
             self._resize(view.worker_id, size, former)
         ranked = RankedView(view.load, number, view, size)
         self._ranked[view.worker_id] = ranked
+        # no two numbers are equal, so the views behind them are never compared
         insort(self._by_role[view.role], ranked)
         if view.role is not Role.PREFILL:
             self.decoding.add(view, 1)
@@ -201,6 +202,7 @@ class WorkerViews:
     def _resize(self, worker_id: str, size: WorkerSize | None, former: RankedView | None) -> None:
         """Move a worker to another size, or count one that is new or removed."""
         self.version += 1
+        # the sets of members are made again when they are asked for, which is once for each lane
         self._members.clear()
         if former:
             same = self._by_size[former.size]

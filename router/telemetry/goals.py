@@ -39,6 +39,7 @@ class GoalCounts(Collector):
         counts = self._counts
         has_missed_first = ttft > goals.ttft_seconds
         has_missed_next = itl is not None and itl > goals.itl_seconds
+        # met and missed are neighbours, so that a bool is the offset: this runs for each answer
         counts[has_missed_first] += 1
         if itl is not None:
             counts[2 + has_missed_next] += 1
@@ -86,6 +87,7 @@ class RecentCounts:
         """Remember the counts of now, and forget those that are not needed any more."""
         now = self._clock()
         self._samples.append((now, self._read()))
+        # one sample that is old enough is kept, as the beginning of the time that is looked at
         while len(self._samples) > 1 and self._samples[1][0] <= now - self._seconds:
             self._samples.popleft()
 

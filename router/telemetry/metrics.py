@@ -16,12 +16,12 @@ from router.answers.answer import Usage
 from router.answers.timings import Timings
 from router.batches.records import BatchStatus
 from router.telemetry.goals import GoalCounts, Goals, RecentCounts, attainment
-from router.telemetry.move_record import MoveRecord
+from router.telemetry.migration_record import MigrationRecord
 from router.telemetry.pool_state import PoolLoad, RecentLatency
 from router.telemetry.replay_metrics import ReplayMetrics, new_counter, sum_of
 from router.workers.worker_facts import ShownState
-from serving.event_metrics import EventCounter, EventHistogram, OptionalGauge, TallyCounter
 from serving.metric_names import PREFIX, ROUTER_METRICS
+from serving.metrics import EventCounter, EventHistogram, OptionalGauge, TallyCounter
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 2, 5))
@@ -62,7 +62,7 @@ class RouterMetrics(Collector):
         self.recent = RecentMetrics(self._registry, self.requests)
         self.batches = BatchMetrics(self._registry)
         self.drains = DrainMetrics(self._registry)
-        self.moves = MoveMetrics(self._registry)
+        self.moves = MigrationMetrics(self._registry)
         self.scaling = ScalingMetrics(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -103,11 +103,13 @@ class LoadMetrics:
         A pool that is not among ``loads`` has only numbers of workers, which are 0.
         """
         self._restarts.set(dict.fromkeys((role.value for role in WORKER_ROLES), 0) | dict(restarts))
+        # a pool that has lost its last worker shows zeros: without a value alerts would not fire
         states_of = {load.role: load.states for load in loads}
         for role in WORKER_ROLES:
             states = states_of.get(role, Tally())
             for state in ShownState:
                 self._workers.labels(role.value, state.value).set(states[state])
+        # else a pool without workers would keep the figures that it had before
         for gauge in (self._utilization, self._queue, self._pressure):
             gauge.clear()
         for load in loads:
@@ -170,6 +172,7 @@ class RequestMetrics:
         self._success = new_counter(registry, "request_success_total")
         self._errors = new_counter(registry, "request_errors_total")
         self.replays = ReplayMetrics(registry)
+        # ``labels`` takes a lock and a search at each call, and nearly all answers end in one of two ways
         self._usual_success = {
             reason: self._success.labels(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)
         }
@@ -184,6 +187,7 @@ class RequestMetrics:
     def failed(self, kind: ErrorKind) -> None:
         """Count a request that ended with an error; a client that disconnected counts as cancelled."""
         self._errors.labels(kind.value).inc()
+        # the fault of a client is none of the service
         if kind not in _FAULTS_OF_CLIENTS:
             self.times.goals.failed()
 
@@ -261,16 +265,14 @@ class KeyTokens:
         self._labels: dict[str, str] = {"": "none"}
         self._prompt = Tally[str]()
         self._cached = Tally[str]()
-        for name, sums in (
-            ("key_prompt_tokens_total", self._prompt),
-            ("key_cached_tokens_total", self._cached),
-        ):
-            _tally(registry, name).set(sums)
+        _tally(registry, "key_prompt_tokens_total").set(self._prompt)
+        _tally(registry, "key_cached_tokens_total").set(self._cached)
 
     def observe(self, usage: Usage, tenant: str) -> None:
         """Record the tokens of one request."""
         label = self._labels.get(tenant)
         if label is None:
+            # each label is a time series for ever, so a service with many keys counts the rest together
             label = tenant[:_KEY_CHARACTERS] if len(self._labels) <= _MAX_KEYS else "other"
             if label != "other":
                 self._labels[tenant] = label
@@ -296,19 +298,19 @@ class DrainMetrics:
         self._flips.labels(role).inc()
 
 
-class MoveMetrics:
+class MigrationMetrics:
     """The moves of answers from one worker to another while they are decoded. recent: the last ones that have succeeded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._moves = new_counter(registry, "migrations_total")
         self._pause = _histogram(registry, "migration_pause_seconds", _SHORT)
-        self.recent = deque[MoveRecord](maxlen=_NUM_RECENT_MOVES)
+        self.recent = deque[MigrationRecord](maxlen=_NUM_RECENT_MOVES)
 
     def ended(self, result: str, reason: str) -> None:
-        """Count a move. result: a ``MoveResult``. reason: drain or flip."""
+        """Count a move. result: a ``MigrationState``. reason: drain or flip."""
         self._moves.labels(result, reason).inc()
 
-    def note(self, move: MoveRecord) -> None:
+    def note(self, move: MigrationRecord) -> None:
         """Record how long a move that has succeeded interrupted its answer; do nothing for another one."""
         if move.pause_seconds is not None:
             self._pause.observe(move.pause_seconds)

@@ -63,9 +63,11 @@ def pool_states(
     members: dict[Role, list[AttachedWorker]] = {role: [] for role in WORKER_ROLES}
     for worker in workers:
         members[worker.role].append(worker)
+    # an empty pool is shown as well: an autoscaler that does not see it would not start its first worker
     needed = () if members[Role.AGGREGATED] else (Role.PREFILL, Role.DECODE)
     pools = {role: _state(role, found) for role, found in members.items() if found or role in needed}
     for role, pool in pools.items():
+        # with room the wait has another reason, and more workers of this role would not shorten it
         if not pool.has_room:
             waits = oldest_waits.values() if role is Role.AGGREGATED else [oldest_waits.get(role, 0.0)]
             pool.wait_seconds = max(waits, default=0.0)
@@ -93,20 +95,6 @@ class PoolLoad:
         }
 
 
-def pool_loads(pools: Mapping[Role, PoolState], recent: RecentLatency, goals: Goals) -> list[PoolLoad]:
-    """Return the figures of all pools."""
-    return [
-        PoolLoad(
-            role,
-            pool.states,
-            pool.utilization,
-            pool.queue_seconds,
-            pool.pressure(goals, decided_by(role, pools, recent)),
-        )
-        for role, pool in pools.items()
-    ]
-
-
 def decided_by(role: Role, pools: Mapping[Role, PoolState], recent: RecentLatency) -> RecentLatency:
     """Return the parts of the recent latency that the workers of a role decide.
 
@@ -128,35 +116,24 @@ def _state(role: Role, workers: Iterable[AttachedWorker]) -> PoolState:
         state = state_of(worker)
         pool.states[state] += 1
         if state is ShownState.SERVING:
-            used.append(_used_share(worker))
-            backlogs.append(_backlog_seconds(worker))
-            pool.has_room = pool.has_room or _has_room(worker)
+            capacity = worker.capacity
+            credit = capacity.credit
+            load = capacity.load
+            shares = [load.kv_cache_usage]
+            if capacity.waits_for_credit:  # other routers hold all of it
+                shares.append(1.0)
+            if credit.max_requests:
+                shares.append(capacity.num_requests / credit.max_requests)
+            if credit.max_tokens:
+                shares.append(capacity.num_tokens / credit.max_tokens)
+            # whatever runs out first keeps the next request away
+            used.append(min(1.0, max(shares)))
+            backlogs.append((load.queued_prompt_tokens or 0) * (load.prefill_seconds_per_token or 0.0))
+            has_credit = (
+                capacity.num_requests < credit.max_requests and capacity.num_tokens < credit.max_tokens
+            )
+            pool.has_room |= has_credit and not is_full(load.kv_cache_usage)
     if used:
         pool.utilization = sum(used) / len(used)
         pool.backlog_seconds = median(backlogs)  # a single worker may report anything
     return pool
-
-
-def _used_share(worker: AttachedWorker) -> float:
-    capacity = worker.capacity
-    credit = capacity.credit
-    shares = [capacity.load.kv_cache_usage]
-    if capacity.waits_for_credit:  # other routers hold all of it
-        shares.append(1.0)
-    if credit.max_requests:
-        shares.append(capacity.num_requests / credit.max_requests)
-    if credit.max_tokens:
-        shares.append(capacity.num_tokens / credit.max_tokens)
-    return min(1.0, max(shares))
-
-
-def _backlog_seconds(worker: AttachedWorker) -> float:
-    load = worker.capacity.load
-    return (load.queued_prompt_tokens or 0) * (load.prefill_seconds_per_token or 0.0)
-
-
-def _has_room(worker: AttachedWorker) -> bool:
-    capacity = worker.capacity
-    credit = capacity.credit
-    has_credit = capacity.num_requests < credit.max_requests and capacity.num_tokens < credit.max_tokens
-    return has_credit and not is_full(capacity.load.kv_cache_usage)

@@ -11,7 +11,12 @@ from protos import worker_pb2 as pb
 Event = pb.TokenEntry | KvbatonError
 Item = TypeVar("Item")
 Take = Callable[[Item], bool]
-"""Takes an item in the turn of the event loop in which it arrives; returns False to leave it to the waiting reader."""
+"""Takes an item in the turn of the event loop in which it arrives; returns False to leave it to the waiting reader.
+
+It is the one callback on a token's way out. A worker's stream calls ``Attempt._receive`` for each entry; the tokens that
+are due (``AttemptOutput.release``) are offered to the callback of the waiting reader, which makes a delta of them and writes
+that to the client's connection (``DeltaSink``): no task is woken. What it leaves waits in the inbox for the reader's task.
+"""
 _FULL_ANSWERS = 4
 """The number of full answers of one request that may be unread, all together."""
 
@@ -148,11 +153,6 @@ class Inbox(Generic[Item]):
         self._account.add(num_bytes)
         if self._num_bytes > self._max_bytes and not self.is_overfull:
             self._overflow(_too_slow(f"more than {self._max_bytes} bytes wait for it"))
-
-    @property
-    def unread(self) -> list[Item]:
-        """The items that were not read yet, in order."""
-        return [item for item, _ in self._items if not isinstance(item, KvbatonError)]
 
     async def get(self, take: Take[Item] | None = None) -> Item:
         """Return the oldest unread item, or raise it if it is an error.

@@ -1,11 +1,11 @@
-"""The credit of one worker, and how much of it is held."""
+"""The credit of one worker, how much of it is held, and what is left of the worker's former roles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from contract.membership import Credit, CreditUse, Load, RoleOrder
 from router.routing.running_shares import Held
 from router.routing.views import is_full
-from router.workers.former_work import FormerWork
 
 
 class CreditHold:
@@ -14,6 +14,7 @@ class CreditHold:
     def __init__(self, capacity: "WorkerCapacity", held: Held | None, tenant: str, num_tokens: int) -> None:
         self._capacity = capacity
         self._num_roles = capacity.num_roles
+        # those of the moment: the worker may take a role in the meantime, whose legs are counted elsewhere
         self._held = held
         self._tenant = tenant
         self._num_tokens = num_tokens
@@ -25,7 +26,15 @@ class CreditHold:
             self._is_released = True
             if self._held is not None:
                 self._held.add(self._tenant, -1, -self._num_tokens)
-            self._capacity.give_back(self._num_tokens, self._num_roles)
+            capacity = self._capacity
+            # a leg of a former role holds nothing of the credit that the present one has
+            if self._num_roles == capacity.num_roles:
+                capacity.num_requests -= 1
+                capacity.num_tokens -= self._num_tokens
+            else:
+                capacity.former.num_legs -= 1
+                capacity.former.check()
+            capacity.on_change(True)
 
 
 class WorkerCapacity:
@@ -51,7 +60,7 @@ class WorkerCapacity:
         self.num_roles = 1
         self.ordered: RoleOrder | None = None
         self.needs_role = False
-        self._on_change = on_change
+        self.on_change = on_change
 
     @property
     def waits_for_credit(self) -> bool:
@@ -70,20 +79,12 @@ class WorkerCapacity:
         self.num_tokens += num_tokens
         if self.held is not None:
             self.held.add(tenant, 1, num_tokens)
-        self._on_change(False)
+        self.on_change(False)
         return CreditHold(self, self.held, tenant, num_tokens)
-
-    def give_back(self, num_tokens: int, num_roles: int) -> None:
-        """Stop counting one request of a client, held in the role of this number. Called by its hold, once."""
-        if num_roles == self.num_roles:
-            self.num_requests -= 1
-            self.num_tokens -= num_tokens
-        else:
-            self.former.leg_ended()
-        self._on_change(True)
 
     def take_role(self, held: Held | None) -> None:
         """Count legs of a new role, which has no credit until the worker sends it. held: see above."""
+        # they run to their end, and the worker gets a report when the last one is over
         self.former.num_legs += self.num_requests
         self.num_requests = 0
         self.num_tokens = 0
@@ -105,9 +106,41 @@ class WorkerCapacity:
         """Take a new load. There is more room only if the KV cache was full and is not full now."""
         was_full = is_full(self.load.kv_cache_usage)
         self.load = load
-        self._on_change(was_full and not is_full(load.kv_cache_usage))
+        self.on_change(was_full and not is_full(load.kv_cache_usage))
 
     def grant(self, credit: Credit) -> None:
         """Take a new credit."""
         self.credit = credit
-        self._on_change(True)
+        self.on_change(True)
+
+
+class FormerWork:
+    """Counts legs of a worker's former roles, and moves of answers away from it.
+
+    on_nothing_left: called when there are none any more.
+    """
+
+    def __init__(self, on_nothing_left: Callable[[], None]) -> None:
+        self.num_legs = 0
+        self.num_moves = 0
+        self._on_nothing_left = on_nothing_left
+
+    @property
+    def num_left(self) -> int:
+        """The number of legs and moves together."""
+        return self.num_legs + self.num_moves
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Count a move, or several that follow each other, until the block ends."""
+        self.num_moves += 1
+        try:
+            yield
+        finally:
+            self.num_moves -= 1
+            self.check()
+
+    def check(self) -> None:
+        """Call ``on_nothing_left`` if there is neither a leg nor a move. Call it when one of them has ended."""
+        if not self.num_left:
+            self._on_nothing_left()

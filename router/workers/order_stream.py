@@ -84,7 +84,7 @@ class OrderStream:
         self._cancels.append(request)
         self._wake.set()
 
-    def carried_out(self, num_orders: int) -> None:
+    def on_carried_out(self, num_orders: int) -> None:
         """Record that the worker has carried out so many orders since its stream was opened.
 
         Raises BadNumberError for more than were sent.
@@ -94,6 +94,7 @@ class OrderStream:
             raise BadNumberError(f"{field} is {num_orders}; {self.counts.sent} were sent", param=field)
         self.counts.carried_out = max(self.counts.carried_out, num_orders)
         awaited = self._awaited
+        # a start without a number was not sent yet, and none behind it was
         while awaited and 0 < awaited[0].number <= num_orders:
             awaited.popleft()
 
@@ -109,8 +110,9 @@ class OrderStream:
         """Yield what is to be sent, until ``close``. A message counts as sent when the next one is asked for."""
         while not self._is_closed:
             await self._wake.wait()
+            # before the messages are taken: an order that comes while one is sent wakes this again
             self._wake.clear()
-            while not self._is_closed and (taken := self.take()):
+            while not self._is_closed and (taken := self.next_message()):
                 message, on_sent = taken
                 yield message
                 for sent in on_sent:
@@ -118,7 +120,7 @@ class OrderStream:
                 if on_sent:
                     await asyncio.sleep(_GATHER_SECONDS)
 
-    def take(self) -> tuple[pb.RouterMessage, list[Callable[[], None]]] | None:
+    def next_message(self) -> tuple[pb.RouterMessage, list[Callable[[], None]]] | None:
         """Return the next message, and what to call when it was sent; None if there is nothing to send."""
         if self._messages:
             return self._messages.popleft(), []
@@ -132,6 +134,7 @@ class OrderStream:
             orders.append(start.order)
             on_sent.append(start.on_sent)
             num_bytes += start.order.ByteSize()
+        # behind the starts: a cancel that arrives before its leg would end nothing, and the leg would run on
         num_cancels = 0 if self._starts else min(len(self._cancels), _MAX_CANCELS)
         self.counts.sent += num_cancels
         orders += (pb.Order(cancel=self._cancels.popleft()) for _ in range(num_cancels))

@@ -1,32 +1,40 @@
-"""The workers that are attached now."""
+"""The workers that are attached now, and what a router remembers of workers after they were detached."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from msgspec import structs
 
 from contract.errors import IncompatiblePeerError, InvalidRequestError
 from contract.identity import WORKER_ROLES, Role, worker_role
-from contract.layout import KVLayout, weights_of
+from contract.layout import weights_of
 from contract.membership import Registration
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
-from router.concurrency.change_signal import ChangeSignal
+from router.concurrency import ChangeSignal
 from router.routing.legs import EMBEDDING, GENERATION
-from router.routing.policy import missing_role
-from router.routing.role_changes import is_role_needed, missing_roles
+from router.routing.policy import is_role_needed, missing_role, missing_roles
 from router.routing.running_shares import Held, TotalCredit
-from router.routing.views import WorkerViews, longest
+from router.routing.views import WorkerSize, WorkerViews, longest
 from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
 from router.workers.worker_calls import WorkerCalls
-from router.workers.worker_memory import WorkerMemory
 
+_MAX_NAMES = 8192
+"""The names of workers whose restarts are remembered. Kubernetes gives every pod a name of its own."""
 logger = logging.getLogger(__name__)
 
 
 class WorkerIdTakenError(IncompatiblePeerError):
     """Another process with the same worker id is attached and alive."""
+
+
+def group_of(workers: Iterable[AttachedWorker], worker: AttachedWorker) -> list[AttachedWorker]:
+    """Return the workers of a worker's data-parallel group, which is the worker alone if it has none."""
+    name = worker.registration.group
+    return [other for other in workers if other.registration.group == name] if name else [worker]
 
 
 class Registry:
@@ -47,9 +55,11 @@ class Registry:
         self._workers: dict[str, AttachedWorker] = {}
         self._views = WorkerViews()
         self._stale: dict[str, AttachedWorker] = {}
-        self._held = Held()
+        self.held = Held()
+        """The requests and tokens that clients hold of all workers that decode."""
         self._model_fingerprint: str | None = None
-        self._embeds_only = False
+        self.embeds_only = False
+        """The model has no output head, so that it computes embeddings only."""
         self._changes = changes
 
     @property
@@ -66,15 +76,10 @@ class Registry:
             self._stale.clear()
         return self._views
 
-    @property
-    def held(self) -> Held:
-        """The requests and tokens that clients hold of all workers that decode."""
-        return self._held
-
     def decoding(self) -> TotalCredit:
         """Return the limits of all workers that decode, and who holds how much of them."""
         credits = self.views.decoding
-        return TotalCredit(credits.num_workers, credits.max_requests, credits.max_tokens, self._held)
+        return TotalCredit(credits.num_workers, credits.max_requests, credits.max_tokens, self.held)
 
     def get(self, worker_id: str) -> AttachedWorker:
         """Return a worker of ``views``. Call it without an await in between."""
@@ -82,12 +87,7 @@ class Registry:
 
     def missing(self) -> str | None:
         """Describe which roles no worker has; return None if a request can be placed sooner or later."""
-        return missing_role(self.views.sizes, EMBEDDING if self._embeds_only else GENERATION)
-
-    @property
-    def embeds_only(self) -> bool:
-        """True if the model has no output head, so that it computes embeddings only."""
-        return self._embeds_only
+        return missing_role(self.views.sizes, EMBEDDING if self.embeds_only else GENERATION)
 
     def max_model_len(self, otherwise: int) -> int:
         """Return how many tokens a request may have on the largest of the attached workers, or on both of a pair."""
@@ -95,14 +95,16 @@ class Registry:
 
     def recent_max_model_len(self, otherwise: int) -> int:
         """Return ``max_model_len`` of the attached workers and of those that were detached a moment ago."""
+        # a worker that restarts must not make requests fail as too long in the meantime
         gone = self.memory.recent_sizes()
-        return longest([*self.views.sizes, *gone]) or otherwise if gone else self.max_model_len(otherwise)
+        views = self.views
+        return (longest([*views.sizes, *gone]) if gone else views.max_length) or otherwise
 
     def new_worker(
         self, registration: Registration, calls: WorkerCalls, orders: OrderStream
     ) -> AttachedWorker:
         """Make the record of a worker that is not attached yet."""
-        return AttachedWorker(registration, calls, orders, self._held, self._on_change)
+        return AttachedWorker(registration, calls, orders, self.held, self._on_change)
 
     def holder(self, registration: Registration) -> AttachedWorker | None:
         """Return the attached worker that has this worker id and is another process; None if there is none."""
@@ -124,11 +126,12 @@ class Registry:
                 f"worker id is attached (boot id {old.boot_id}, pid {old.pid}, {old.address}); give each worker an id of "
                 "its own, or stop the other one"
             )
+        # its process has lost the stream and come back: what was bound to the old one gets no token any more
         if former := self._workers.pop(new.worker_id, None):
             self._forget_view(new.worker_id)
             former.lose(f"it registered again with boot id {new.boot_id}")
         self._model_fingerprint = new.model_fingerprint
-        self._embeds_only = new.embeds_only
+        self.embeds_only = new.embeds_only
         self._workers[new.worker_id] = worker
         self._stale[new.worker_id] = worker
         worker.registration = structs.replace(new, num_restarts=self.memory.attached(new))
@@ -141,26 +144,29 @@ class Registry:
             return
         logger.info("worker %s was %s and is %s now", worker.name, worker.role.value, role.value)
         worker.registration = structs.replace(worker.registration, role=role.value)
-        worker.capacity.take_role(None if role is Role.PREFILL else self._held)
+        worker.capacity.take_role(None if role is Role.PREFILL else self.held)
         self._changes.notify()
 
     def missing_with(self, worker: AttachedWorker, role: Role) -> frozenset[Role]:
-        """Return the roles that no worker would be left for if this one took ``role``."""
-        others = (other for other in self._workers.values() if other is not worker and other.has_credit)
+        """Return the roles that no worker would be left for if this one, with its group, took ``role``."""
+        group = group_of(self._workers.values(), worker)
+        others = (other for other in self._workers.values() if other not in group and other.has_credit)
+        # one that was ordered to change may take the next role or keep its own, so it counts for neither
         stay = (each for each in others if not (each.capacity.ordered or each.capacity.changes_role))
-        return missing_roles({role, *(other.role for other in stay)}, embeds_only=self._embeds_only)
+        return missing_roles({role, *(other.role for other in stay)}, embeds_only=self.embeds_only)
 
     def needs_role_of(self, worker: AttachedWorker) -> bool:
-        """Return True if a worker must not take its next role; see ``role_changes.py``."""
+        """Return True if a worker must not take its next role; see ``is_role_needed``."""
         next_role = worker.capacity.credit.next_role
         if next_role not in WORKER_ROLES:
             return False
         others = (other for other in self._workers.values() if other is not worker and other.has_credit)
         known = [(other.role, other.capacity.changes_role) for other in others]
-        return is_role_needed(worker.role, Role(next_role), known, embeds_only=self._embeds_only)
+        return is_role_needed(worker.role, Role(next_role), known, embeds_only=self.embeds_only)
 
     def detach(self, worker: AttachedWorker, reason: str) -> None:
         """Detach a worker whose stream has closed. Does nothing for an incarnation that was replaced."""
+        # another incarnation may have taken its place while its stream was closing
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
             self._forget_view(worker.name)
@@ -171,12 +177,6 @@ class Registry:
                 logger.warning("worker %s is lost: %s", worker.name, reason)
             worker.lose(reason)
             self._changes.notify()
-
-    def dismiss_all(self) -> None:
-        """End every worker's stream with a goodbye, since the router stops."""
-        for worker in self._workers.values():
-            worker.leave()
-            worker.gone.set()
 
     def check_integrity(self) -> None:
         """Check that the views are those of the attached workers, in every order. Raises AssertionError."""
@@ -202,7 +202,15 @@ class Registry:
 
     def _check(self, new: Registration) -> None:
         """Raise an error for a registration that is incomplete, or does not fit the attached workers and their model."""
-        layout = _check_complete(new)
+        names = ["worker_id", "boot_id", "address", "control_address", "model_fingerprint", "max_model_len"]
+        worker_role(new.role)
+        for name in names:
+            if not getattr(new, name):
+                raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)
+        if (layout := new.kv_layout) is None:
+            raise InvalidRequestError(
+                f"the registration of {new.worker_id!r} lacks kv_layout", param="kv_layout"
+            )
         if new.protocol_min > WORKER_PROTOCOL_MAX or new.protocol_max < WORKER_PROTOCOL_MIN:
             raise IncompatiblePeerError(
                 f"worker {new.worker_id} speaks protocol {new.protocol_min}..{new.protocol_max}, "
@@ -225,13 +233,53 @@ class Registry:
                 )
 
 
-def _check_complete(new: Registration) -> KVLayout:
-    """Return the layout of a complete registration. Raises InvalidRequestError that names what is missing."""
-    names = ["worker_id", "boot_id", "address", "control_address", "model_fingerprint", "max_model_len"]
-    worker_role(new.role)
-    for name in names:
-        if not getattr(new, name):
-            raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)
-    if new.kv_layout is None:
-        raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks kv_layout", param="kv_layout")
-    return new.kv_layout
+@dataclass(frozen=True)
+class _Boot:
+    boot_id: str
+    num_restarts: int
+
+
+class WorkerMemory:
+    """Owns what a router remembers of workers by their ids.
+
+    seconds: how long the size of a detached worker is remembered, since it may be starting again.
+    """
+
+    def __init__(self, seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._gone: dict[str, tuple[float, WorkerSize]] = {}
+        self._boots: OrderedDict[str, _Boot] = OrderedDict()
+        self.restarts: Counter[str] = Counter()
+        """The restarts that this router has seen, by the role of the worker."""
+
+    def attached(self, registration: Registration) -> int:
+        """Record a process that attaches; return how often this worker was started again, as far as it was reported.
+
+        A process with another boot id is a restart. A supervisor may have restarted it several times since, because it ended
+        before it could attach. A router that has started later has only the count of the supervisor.
+        """
+        before = self._boots.pop(registration.worker_id, None)
+        num_restarts = registration.num_restarts
+        if before is not None:
+            # a process without a supervisor reports no restarts at all
+            is_new = before.boot_id != registration.boot_id
+            num_restarts = max(num_restarts, before.num_restarts + is_new)
+            self.restarts[registration.role] += num_restarts - before.num_restarts
+        self._boots[registration.worker_id] = _Boot(registration.boot_id, num_restarts)
+        if len(self._boots) > _MAX_NAMES:
+            self._boots.popitem(last=False)
+        # it is back, and its size is among those of the attached workers
+        self._gone.pop(registration.worker_id, None)
+        return num_restarts
+
+    def detached(self, worker_id: str, size: WorkerSize) -> None:
+        """Remember the size of a worker for a while."""
+        self._gone[worker_id] = self._clock() + self._seconds, size
+
+    def recent_sizes(self) -> list[WorkerSize]:
+        """Return the sizes of the workers that were detached a moment ago."""
+        if self._gone:
+            now = self._clock()
+            self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
+        return [size for _, size in self._gone.values()]

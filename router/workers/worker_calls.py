@@ -21,9 +21,8 @@ from contract.membership import Registration
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import ClusterTls, worker_name
+from serving.event_loop import is_being_cancelled
 from serving.grpc_options import internal_channel_options
-from serving.waiting import is_being_cancelled
-from wire.model_files import piece_from_proto
 
 _ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -66,11 +65,16 @@ class WorkerCalls:
         with self._own_errors("Prepare"):
             await self._stub.Prepare(leg, timeout=self._timeout)
 
+    async def reset_prefix_cache(self) -> None:
+        """Let it drop its prefix cache. IncompatiblePeerError: blocks are held, and nothing was dropped."""
+        with self._own_errors("ResetPrefixCache"):
+            await self._stub.ResetPrefixCache(pb.ResetPrefixCacheRequest(), timeout=self._timeout)
+
     async def model_files(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield the small files of its model folder in pieces: a file's name, and bytes to append to it."""
         with self._own_errors("GetModelFiles"):
             async for piece in self._stub.GetModelFiles(pb.GetModelFilesRequest(), timeout=self._timeout):
-                yield piece_from_proto(piece)
+                yield piece.name, piece.data
 
     @contextmanager
     def _own_errors(self, call: str) -> Iterator[None]:
@@ -78,6 +82,7 @@ class WorkerCalls:
         try:
             yield
         except asyncio.CancelledError as error:
+            # the library raises the same error for a closed channel: only a cancellation of this task is passed on
             if is_being_cancelled():
                 raise
             raise WorkerLostError(f"worker {self._worker_id} had gone before it answered {call}") from error

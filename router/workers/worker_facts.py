@@ -27,6 +27,7 @@ def state_of(worker: AttachedWorker) -> ShownState:
     """Return the state of an attached worker."""
     if worker.is_leaving:
         return ShownState.LEAVING
+    # a drain is shown before a change of the role: it ends the change
     if worker.capacity.credit.is_draining:
         return ShownState.EMPTY if worker.is_empty else ShownState.DRAINING
     if worker.capacity.ordered:
@@ -38,6 +39,10 @@ def worker_facts(worker: AttachedWorker) -> dict[str, Any]:
     """Return plain data for JSON. A figure that is not known is None: it was not reported, or not measured lately."""
     registration = worker.registration
     capacity = worker.capacity
+    load = capacity.load
+    is_known = load != Load()
+    hits = load.prefix_cache_hits
+    queries = load.prefix_cache_queries
     return {
         "id": worker.name,
         "boot_id": registration.boot_id,
@@ -48,6 +53,7 @@ def worker_facts(worker: AttachedWorker) -> dict[str, Any]:
         "host": registration.host or None,
         "age_seconds": worker.age_seconds,
         "num_restarts": registration.num_restarts,
+        "group": registration.group or None,
         "address": registration.address,
         "control_address": registration.control_address or None,
         "admin_address": registration.admin_address or None,
@@ -56,41 +62,20 @@ def worker_facts(worker: AttachedWorker) -> dict[str, Any]:
         "num_leg_tokens": capacity.num_tokens,
         "max_tokens": capacity.credit.max_tokens,
         "num_blocks": registration.num_blocks or None,
-        **_load_facts(capacity.load),
-        **_latency_facts(worker),
-    }
-
-
-def _load_facts(load: Load) -> dict[str, Any]:
-    """Return a worker's own figures."""
-    is_known = load != Load()
-    return {
         "num_running": load.num_running if is_known else None,
         "num_waiting": load.num_waiting if is_known else None,
         "queued_prompt_tokens": load.queued_prompt_tokens,
         "kv_cache_usage": load.kv_cache_usage if is_known else None,
         "num_free_blocks": load.num_free_blocks,
-        "prefix_hit_rate": hit_rate(load),
+        # the share of looked-up prompt tokens that its prefix cache had
+        "prefix_hit_rate": min(1.0, hits / queries) if queries and hits is not None else None,
         "gpu_used_bytes": load.gpu_used_bytes,
         "gpu_bytes": load.gpu_bytes,
         "num_leases": load.num_leases,
         "num_fetches": load.num_fetches,
         "step_seconds": load.step_seconds,
         "prefill_seconds_per_token": load.prefill_seconds_per_token,
-    }
-
-
-def hit_rate(load: Load) -> float | None:
-    """Return the share of looked-up prompt tokens that the worker's prefix cache had; None if none was looked up."""
-    if not load.prefix_cache_queries or load.prefix_cache_hits is None:
-        return None
-    return min(1.0, load.prefix_cache_hits / load.prefix_cache_queries)
-
-
-def _latency_facts(worker: AttachedWorker) -> dict[str, Any]:
-    """Return what this router measures: first tokens where prompts are computed, gaps where answers continue."""
-    latency = worker.latency
-    return {
-        "ttft_seconds": None if worker.role is Role.DECODE else latency.first_token.value,
-        "itl_seconds": None if worker.role is Role.PREFILL else latency.token_gap.value,
+        # first tokens where prompts are computed, gaps where answers continue
+        "ttft_seconds": None if worker.role is Role.DECODE else worker.latency.first_token.value,
+        "itl_seconds": None if worker.role is Role.PREFILL else worker.latency.token_gap.value,
     }

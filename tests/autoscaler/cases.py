@@ -8,10 +8,10 @@ from autoscaler.law import decide
 from autoscaler.memory import Memory
 from autoscaler.policy import Goals, PoolBounds, ScalingPolicy
 from autoscaler.signals import LoadSignals, PoolSignals, Signals
-from autoscaler.simulation.load import Arrival
-from autoscaler.simulation.report import Report
-from autoscaler.simulation.run import Scenario, Simulation
 from autoscaler.timing_model import PrefillTiming, StepTiming, TimingModel, TransferTiming
+from benchmarks.simulation.load import Arrival
+from benchmarks.simulation.report import Report
+from benchmarks.simulation.run import Scenario, Simulation
 from contract.identity import Role
 
 P, D = Role.PREFILL, Role.DECODE

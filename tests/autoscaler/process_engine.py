@@ -9,7 +9,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from autoscaler.containers import worker_of
+from autoscaler.launchers.docker.launcher import worker_of
 from autoscaler.timing_model import TimingModel, write_timing
 from contract.identity import Role
 from tests.autoscaler.played_engine import PROJECT, Facts, PlayedEngine, playing

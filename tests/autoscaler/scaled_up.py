@@ -136,4 +136,5 @@ async def running_scaled(
     scaled = ("--autoscale", *file, *_PACE, *NO_GOALS)
     async with running_service(folder, *given, *scaled, *flags) as service:
         yield ScaledService(service, folder)
-    assert not [line for line in (folder / "service.log").read_text().splitlines() if "Traceback" in line]
+    lines = (folder / "service.log").read_text().splitlines()
+    assert not any("Traceback" in line for line in lines), "\n".join(lines)

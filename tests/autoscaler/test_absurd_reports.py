@@ -5,7 +5,7 @@ import math
 import pytest
 
 from autoscaler.pools import check_facts, figures
-from autoscaler.router_counts import parse_counts
+from autoscaler.routers import parse_counts
 
 
 @pytest.mark.parametrize("lie", [1e-9, 3000.0])

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from autoscaler.policy import Goals
-from autoscaler.simulation.changes import Level, busy_seconds, load_levels, num_changes, spans
-from autoscaler.simulation.load import Arrival, Lengths, arrivals, steps
 from autoscaler.timing_model import StepTiming
+from benchmarks.simulation.changes import Level, busy_seconds, load_levels, num_changes, spans
+from benchmarks.simulation.load import Arrival, Lengths, arrivals, steps
 from tests.autoscaler.cases import GOALS, TIMING, D, P
 
 

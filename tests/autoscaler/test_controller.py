@@ -19,8 +19,8 @@ from contract.identity import Role
 from contract.scaling import AUTOSCALER, ScalingReason
 from launch.router_admin import RouterAdmin
 from protos import worker_pb2 as pb
-from router.testing.script import Script
 from tests.autoscaler.cases import GOALS, TIMING, D, P
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_worker_admin import obey
 from tests.text.tiny_model import END

@@ -6,8 +6,8 @@ import pytest
 
 from autoscaler.memory import MOST_REGRETS
 from autoscaler.policy import Goals
-from autoscaler.simulation.changes import load_levels, num_changes, spans
-from autoscaler.simulation.load import Lengths, Rate, arrivals, day, steps
+from benchmarks.simulation.changes import load_levels, num_changes, spans
+from benchmarks.simulation.load import Lengths, Rate, arrivals, day, steps
 from tests.autoscaler.cases import POLICY, TIMING, D, P, simulate
 
 LENGTHS = Lengths(1200, 120)

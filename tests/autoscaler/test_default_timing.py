@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscaler.default_timing import default_timing, with_sizes
 from autoscaler.demand import Corrections
 from autoscaler.signals import PoolSignals
-from autoscaler.simulation.load import Lengths, arrivals, steps
-from autoscaler.simulation.report import Report
-from autoscaler.timing_model import TimingModel
+from autoscaler.timing_model import TimingModel, default_timing, with_sizes
+from benchmarks.simulation.load import Lengths, arrivals, steps
+from benchmarks.simulation.report import Report
 from tests.autoscaler.cases import QUIET, TIMING, D, P, simulate
 
 LENGTHS = Lengths()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.docker import DockerLauncher
-from autoscaler.docker_engine import open_engine
+from autoscaler.launchers.docker.engine import open_engine
+from autoscaler.launchers.docker.launcher import DockerLauncher
 from contract.errors import NotFoundError, UnavailableError
 from contract.identity import Role
 from tests.autoscaler.cases import D, P

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscaler.fitting import (
+from autoscaler.timing_model import (
     PromptSample,
     StepSample,
     fit,

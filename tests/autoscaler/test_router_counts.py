@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.pools import PoolBook, cheapest, figures
-from autoscaler.router_counts import (
+from autoscaler.pools import PoolBook, WorkerFigures, cheapest, figures
+from autoscaler.routers import (
     CountHistory,
     RouterCounts,
-    WorkerFigures,
     parse_counts,
     percentile,
 )

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 
-from autoscaler.lease import Lease, new_holder
-from autoscaler.running import Autoscaler, lease_seconds
+from autoscaler.running import Autoscaler, Lease, lease_seconds, new_holder
 from contract.identity import Role
 from launch.kept_process import RestartPolicy
 from launch.router_admin import RouterAdmin
-from router.testing.script import Script
 from tests.autoscaler.cases import POLICY, TIMING
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.text.tiny_model import END
 

@@ -15,10 +15,10 @@ from autoscaler.service import serve
 from autoscaler.timing_model import write_timing
 from contract.errors import SettingError, UnavailableError
 from launch.arguments import parse
-from launch.autoscaler_settings import AutoscalerCommand
-from router.testing.script import Script
+from launch.service_settings import AutoscalerCommand
 from tests.autoscaler.cases import TIMING
 from tests.autoscaler.played_engine import PROJECT, PlayedEngine, playing
+from tests.fakes.router.script import Script
 from tests.private_files import write_private
 from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END
@@ -98,3 +98,15 @@ async def test_it_does_not_start_without_an_engine_or_with_contradictory_setting
         await serve(settings(tmp_path, "--tensor-parallel-size", "2", "--budget", "2"), print)
     with pytest.raises(SettingError, match=r"timing file missing\.json"):
         await serve(settings(tmp_path, "--timing", "missing.json"), print)
+
+
+async def test_an_unknown_launcher_is_refused_with_the_known_names(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"^launcher is 'swarm'; choose one of docker$") as refused:
+        await serve(settings(tmp_path, "--launcher", "swarm"), lambda _: None)
+    assert refused.value.param == "launcher"
+
+
+async def test_the_launcher_of_docker_is_the_default_and_has_that_name(tmp_path: Path) -> None:
+    for flags in ((), ("--launcher", "docker")):
+        with pytest.raises(UnavailableError, match="docker_socket must be the engine's socket"):
+            await serve(settings(tmp_path, *flags), lambda _: None)

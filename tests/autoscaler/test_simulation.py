@@ -10,7 +10,8 @@ import pytest
 
 from autoscaler.decision import Verb
 from autoscaler.policy import Goals, PoolBounds, ScalingPolicy
-from autoscaler.simulation.load import (
+from autoscaler.timing_model import PrefillTiming, StepTiming
+from benchmarks.simulation.load import (
     Arrival,
     Lengths,
     arrivals,
@@ -20,9 +21,8 @@ from autoscaler.simulation.load import (
     scaled,
     steps,
 )
-from autoscaler.simulation.timeline import Timeline
-from autoscaler.simulation.worker import SimulatedDecode, SimulatedRequest
-from autoscaler.timing_model import PrefillTiming, StepTiming
+from benchmarks.simulation.timeline import Timeline
+from benchmarks.simulation.worker import SimulatedDecode, SimulatedRequest
 from contract.errors import SettingError
 from contract.scaling import ScalingReason
 from tests.autoscaler.cases import GOALS, POLICY, TIMING, D, P, simulate

@@ -7,8 +7,8 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from autoscaler.simulation.load import DAY_SECONDS, Arrival, Lengths
-from autoscaler.simulation.windows import Window, arrivals_in, lengths_of, read_windows
+from benchmarks.simulation.load import DAY_SECONDS, Arrival, Lengths
+from benchmarks.simulation.windows import Window, arrivals_in, lengths_of, read_windows
 from contract.errors import SettingError
 
 LENGTHS = Lengths()

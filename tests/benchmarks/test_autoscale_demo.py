@@ -11,8 +11,6 @@ import pytest
 
 from autoscaler.decision import Order, Verb
 from autoscaler.policy import Goals
-from autoscaler.simulation.changes import busy_seconds
-from autoscaler.simulation.load import Arrival
 from autoscaler.timing_model import PrefillTiming, StepTiming, TimingModel, write_timing
 from benchmarks.autoscale_demo import run
 from benchmarks.autoscale_figures import checks, figures_of, table, turns
@@ -21,6 +19,8 @@ from benchmarks.autoscale_picture import rate_of
 from benchmarks.autoscale_plan import Plan, planned, simulate
 from benchmarks.autoscale_run import Recording, Sample
 from benchmarks.autoscale_trace import WINDOWS, Window, excerpt, read_trace, write_excerpt
+from benchmarks.simulation.changes import busy_seconds
+from benchmarks.simulation.load import Arrival
 from benchmarks.streams import Stream
 from tests.autoscaler.cases import TIMING, D, P
 from tests.checkpoints import make_checkpoint

@@ -20,7 +20,7 @@ def logged(
 def test_decisions_are_read_from_the_log_of_a_container() -> None:
     """Its other lines are no decisions, nor are warnings of the controller. Compose writes a control sequence first."""
     lines = (
-        logged(-3.0, "settings: prefill=1 | decode=1", "cli.autoscaler"),
+        logged(-3.0, "settings: prefill=1 | decode=1", "autoscaler.service"),
         f"\x1b[2K{logged(0.5, DECISION)}",
         logged(1.0, "add of a prefill worker has failed: a | b", level=logging.WARNING),
         logged(2.0, "the metrics are back"),

@@ -1,4 +1,4 @@
-"""The tables of ``docs/gpu.md`` are those of the committed results."""
+"""The tables of ``docs/performance.md`` are those of the committed results."""
 
 import json
 from pathlib import Path

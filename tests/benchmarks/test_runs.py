@@ -27,8 +27,8 @@ from contract.errors import SettingError
 from contract.identity import Role
 from engine.kernels.binding import load_kernels
 from protos import worker_pb2 as pb
-from router.testing.script import Script
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.fakes.router.script import Script
 from tests.router.cluster import MODEL, running_cluster
 
 COUNTING = "tests.benchmarks.counting_engine"

@@ -17,8 +17,7 @@ import aiohttp
 
 from contract.errors import UnavailableError
 from contract.identity import Role
-from launch.child import Child, start_child
-from launch.spec import Facts, ProcessSpec
+from launch.kept_process import Child, Facts, ProcessSpec, start_child
 from tests.chaos.held_resources import State, count, read_metrics, read_states
 from tests.chaos.priority import calm, hurry
 from tests.chaos.settings import process_environment

@@ -124,7 +124,7 @@ def a_move(
     pause: float = 0.2, source: str = "a", *targets: str, begin: float = 100.0, steps: int = 3
 ) -> Move:
     """Return a move as a router shows it: ordered at ``begin``, handed over half a second later."""
-    times = {"ordered_at": begin, "handed_over_at": begin + 0.5, "pause_seconds": pause}
+    times = {"ordered_at": begin, "handed_off_at": begin + 0.5, "pause_seconds": pause}
     record = {"request_id": f"{begin}", "choice": 0, "num_steps": steps}
     parts = {"waiting_seconds": 0.05, "fetching_seconds": 0.02, "queue_seconds": 0.03}
     copy = {"num_bytes": 1000, "copying_seconds": 0.01}
@@ -182,7 +182,7 @@ def test_moves_that_a_fault_has_met_are_bounded_like_kills_and_others_by_steps_o
 def test_the_time_of_a_transfer_is_that_of_the_bytes_in_front_of_it_on_its_link() -> None:
     """A copy that was held up counts by its bytes. Other links, and moves that are over or end later, are not in front."""
     first, second, last = (a_move(pause) for pause in (0.2, 0.3, 0.9))
-    over = {**a_move(0.1), "handed_over_at": first["handed_over_at"] - 5.0}
+    over = {**a_move(0.1), "handed_off_at": first["handed_off_at"] - 5.0}
     elsewhere = a_move(0.25, "a", "c")
     from_another = {**a_move(0.25, "x"), "num_bytes": 10, "copying_seconds": 0.05}
     held_up = {**last, "num_bytes": 3000, "copying_seconds": 0.06}
@@ -196,7 +196,7 @@ def test_the_time_of_a_transfer_is_that_of_the_bytes_in_front_of_it_on_its_link(
 def test_answers_that_moved_together_are_one_group() -> None:
     """Their pauses are not independent: all of a group wait for the same steps."""
     together = [a_move(pause, "a", "b") for pause in (0.2, 0.9, 0.3)]
-    later = {**a_move(0.5, "a", "b"), "handed_over_at": together[0]["handed_over_at"] + 5.0}
+    later = {**a_move(0.5, "a", "b"), "handed_off_at": together[0]["handed_off_at"] + 5.0}
     elsewhere = a_move(0.6, "a", "c", "d")
     others = pauses_of_moves([later, *together, elsewhere], Faults(), [0.02])["others"]
     assert others["num_groups"] == 3

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from cli.batch_client import retry_after_seconds
+from cli.batch import retry_after_seconds
 from contract.identity import Role
 from protos import worker_pb2
-from router.testing.script import Script
 from tests.chaos.settings import process_environment
 from tests.cli.batch_service import BatchService, Reply, running_batch_service
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids
 

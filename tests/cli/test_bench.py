@@ -11,8 +11,8 @@ import pytest
 from autoscaler.timing_model import read_timing
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing.script import Script
 from tests.cli.test_operate import kvbaton
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.text.tiny_model import END
 

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from contract.identity import Role
-from router.testing.script import Script
 from tests.cli.chat_service import ChatService, running_chat_service
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, word_id
 

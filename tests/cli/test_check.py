@@ -166,7 +166,7 @@ def test_a_refused_model_ends_up_and_serve_before_a_process_starts(tmp_path: Pat
             [sys.executable, "-m", "cli.main", *words, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert ended.returncode == 2

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cli.commands import COMMANDS
+from cli.main import COMMANDS
 from contract.errors import SettingError
 from launch.arguments import is_positional, parse
 from launch.command_settings import all_setting_names, settings_class

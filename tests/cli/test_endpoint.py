@@ -16,11 +16,11 @@ from contract.identity import Role
 from launch.arguments import parse
 from launch.client_settings import RunSettings
 from protos import inference_pb2 as pb
-from router.testing.script import Script
 from serving.http_server import start_http
 from serving.tls import read_tls
 from tests.certificates import write_certificate
 from tests.chaos.settings import process_environment
+from tests.fakes.router.script import Script
 from tests.private_files import write_private
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, word_id

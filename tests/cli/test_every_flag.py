@@ -1,24 +1,27 @@
 """Every flag of every command: a value that cannot be one is refused with the flag that the user wrote."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, get_args
 
 import pytest
 from pydantic.fields import FieldInfo
 
-from cli.commands import COMMANDS
-from cli.main import run_command
+from cli.main import COMMANDS, run_command
 from cli.operate import workers
 from contract.errors import SettingError
+from launch import client_settings
 from launch.arguments import is_positional, parse
 from launch.command_settings import settings_class
+from serving.settings import Settings
+from serving.settings_file import is_secret
 
 NONSENSE = "no nsense"
 NEEDED = {"batch": ("-i", "in", "-o", "out"), "bench": ("--profile",), "run": ("prompt",)}
 """The words without which a command line is refused before its flags are read."""
-ACTIONS = ("list", "drain", "undrain", "flip")
+ACTIONS = ("list", "drain", "undrain", "flip", "reset-prefix-cache")
 FORMS = {"--deadline-seconds": "--deadline", "--as-json": "--json"}
 PAIRED = {"prefill": "decode", "decode": "prefill"}
 
@@ -100,6 +103,79 @@ def test_a_switch_with_a_value_is_named_and_the_value_is_not_shown() -> None:
     assert refusal("check", "--as-json", "demo") is None  # the word is the model
 
 
+def reading(command: str) -> tuple[type[Settings], str, tuple[str, ...]]:
+    """Return the settings of a command or of an action of ``workers``, its name, and the words that it needs."""
+    if command in ACTIONS:
+        words = {"list": (), "reset-prefix-cache": (), "flip": ("decode-0", "decode")}.get(
+            command, ("decode-0",)
+        )
+        return client_settings.ACTIONS[command], f"kvbaton workers {command}", words
+    return settings_class(command), f"kvbaton {command}", NEEDED.get(command, ())
+
+
+def spelled(command: str, has_underscore: Callable[[], bool]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Yield lines with all flags of a command, and their usual forms. Some of the dashes in a flag are underscores.
+
+    There is a wrong value in each line, and an error about all flags of a line is not shortened.
+    """
+    names = [
+        (name, field)
+        for name, field in reading(command)[0].model_fields.items()
+        if not is_positional(field) and not is_secret(name) and name not in ("config", "log_level")
+    ]
+    for some in (names[start : start + 6] for start in range(0, len(names), 6)):
+        words, usual = [], {}
+        for name, field in (*some, ("log_level", None)):
+            is_switch = field is not None and field.annotation is bool
+            for bare in (name, f"no_{name}") if is_switch else (name,):
+                flag = "--" + "".join("-" if each == "_" and not has_underscore() else each for each in bare)
+                usual[flag] = f"--{bare.replace('_', '-')}"
+                value = f"no_va-lue of_{name}"
+                words += [flag] if is_switch else [f"{flag}={value}"] if len(name) % 2 else [flag, value]
+        yield words, usual
+
+
+def outcome(command: str, words: Sequence[str], usual: dict[str, str]) -> str:
+    """Return the error of a command line, with the usual form of each flag."""
+    known, name, needed = reading(command)
+    with pytest.raises(SettingError) as caught:
+        parse(known, name, [*words, *needed])
+    return re.sub(r"(?<![-\w])--[-\w]+", lambda flag: usual.get(flag[0], flag[0]), caught.value.message)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *ACTIONS])
+def test_each_flag_may_have_underscores(command: str) -> None:
+    """For any of its dashes; a value keeps its own, and an error repeats the flag as it was written."""
+    draw = Random(command)
+    mixed = list(spelled(command, lambda: draw.random() < 0.7))
+    for (words, usual), (as_usual, _) in zip(mixed, spelled(command, lambda: False), strict=True):
+        told = outcome(command, words, usual)
+        assert told == outcome(command, as_usual, {}), words
+        assert told.count("no_va-lue of_log_level") == 1, told
+    assert any("_" in flag for _, usual in mixed for flag in usual)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_secret_is_refused_with_underscores_too(command: str) -> None:
+    for name in filter(is_secret, settings_class(command).model_fields):
+        message = refusal(command, f"--{name}", "none")
+        assert message is not None and message.startswith(f"{name} is given as a flag"), name
+
+
+@pytest.mark.parametrize("flag", ["--max_num_seqz", "--no_pin_corez", "--no_max_num_seqs", "--max__num_seqs"])
+def test_an_unknown_flag_is_told_as_it_was_written(flag: str) -> None:
+    assert refusal("up", f"{flag}=4") == f"unrecognized arguments: {flag}=*** (see kvbaton up --help)"
+
+
+@pytest.mark.parametrize(
+    "text", ["--max_num_seqs", "--max_num_seqs=4", "--raw=4", "--no_pin_cores", "--json"]
+)
+def test_what_stands_behind_two_dashes_is_no_flag(text: str) -> None:
+    """A prompt that looks like a flag is left as it is."""
+    read: Any = parse(settings_class("run"), "kvbaton run", ["--max_tokens", "4", "--", text])
+    assert (read.prompt, read.max_tokens, read.raw) == (text, 4, False)
+
+
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as ended:
         run_command(words)
@@ -113,6 +189,7 @@ def test_each_action_of_workers_has_a_help_of_its_own(capsys: pytest.CaptureFixt
         "drain": {"WORKER", "--deadline-seconds", "--wait"},
         "undrain": {"WORKER"},
         "flip": {"WORKER", "ROLE", "--wait"},
+        "reset-prefix-cache": set(),
     }
     assert set(own) == set(ACTIONS)
     for action, taken in own.items():
@@ -120,7 +197,7 @@ def test_each_action_of_workers_has_a_help_of_its_own(capsys: pytest.CaptureFixt
         assert text.startswith(f"usage: kvbaton workers {action} [-h]")
         for word in ("WORKER", "ROLE", "--deadline-seconds", "--wait", "--role"):
             assert bool(re.search(rf"^  {word}\b", text, re.MULTILINE)) is (word in taken), (action, word)
-        examples = re.findall(r"kvbaton workers (\w+) ", text.partition("\n\n")[2])
+        examples = re.findall(r"kvbaton workers ([\w-]+) ", text.partition("\n\n")[2])
         assert examples and set(examples) == {action}
         assert help_of(capsys, "workers", "--ready-file", "list", action, "-h") == text
         assert help_of(capsys, "help", "workers", action) == text
@@ -144,6 +221,7 @@ def test_help_and_a_command_print_the_help_of_the_command(
         (("drain", "decode-0", "--dead_line", "x"), "unrecognized arguments: --dead_line"),
         (("undrain", "decode-0", "--deadline", "3"), "deadline_seconds has no effect on 'undrain'"),
         (("flip", "decode-0"), "role is ''"),
+        (("reset-prefix-cache", "decode-0"), "see kvbaton workers reset-prefix-cache --help"),
         (("drian", "decode-0"), "action is 'drian'"),
     ],
 )

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from _pytest.mark import ParameterSet
 
-from cli.commands import COMMANDS
+from cli.main import COMMANDS
 from tests.chaos.settings import chaos_rng, process_environment
 from tests.checkpoints import make_checkpoint
 
@@ -192,20 +192,45 @@ async def test_a_signal_ends_a_command_that_is_still_importing(
     assert "Traceback" not in errors
 
 
-def test_an_interrupt_in_generated_code_ends_with_the_documented_code(tmp_path: Path) -> None:
-    """Dataclasses run generated code while they are imported. CPython remembers an interrupt there, even a caught one."""
-    (tmp_path / "interrupted.py").write_text("def run(arguments): exec('raise KeyboardInterrupt')")
-    (tmp_path / "started.py").write_text(
-        "from cli.commands import COMMANDS, Command\n"
+EXEC = "def run(arguments): exec('raise KeyboardInterrupt')"
+WRAPS = """
+import os, time
+try:
+    os.kill(os.getpid(), {number})
+    time.sleep(60)
+except BaseException as error:
+    raise ValueError(f"building a class: {{error!r}}") from None
+"""
+
+
+def ended(folder: Path, code: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command whose module has this code."""
+    (folder / "interrupted.py").write_text(code)
+    (folder / "started.py").write_text(
+        "from cli.main import COMMANDS, Command\n"
         "from cli.main import main\n"
         "COMMANDS['run'] = Command('interrupted:run', '', '')\n"
         "main()\n"
     )
     words = [sys.executable, "-m", "started", "run"]
     environment = process_environment()
-    environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}:{tmp_path}"
-    ended = subprocess.run(words, env=environment, capture_output=True, timeout=BOUND_SECONDS)
-    assert ended.returncode == expected("run", signal.SIGINT), ended.stderr
+    environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}:{folder}"
+    return subprocess.run(words, env=environment, capture_output=True, timeout=BOUND_SECONDS)
+
+
+def test_an_interrupt_in_generated_code_ends_with_the_documented_code(tmp_path: Path) -> None:
+    """Dataclasses run generated code while they are imported. CPython remembers an interrupt there, even a caught one."""
+    found = ended(tmp_path, EXEC)
+    assert found.returncode == expected("run", signal.SIGINT), found.stderr
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_native_code_turns_into_an_error_is_a_signal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Pydantic, which builds classes while a command is imported, raises a SchemaError for whatever interrupts it."""
+    found = ended(tmp_path, WRAPS.format(number=number.value))
+    assert (found.returncode, found.stderr) == (expected("run", number), b"")
 
 
 STAGES: dict[str, Callable[[Started], bool]] = {

@@ -12,16 +12,15 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from cli.operate import worker_named
-from cli.top import show_again_and_again
+from cli.operate import show_again_and_again, worker_named
 from contract.errors import NotFoundError
 from contract.identity import Role
-from launch.operator_settings import TopSettings
+from launch.client_settings import TopSettings
 from protos import worker_pb2 as pb
-from router.testing.script import Script
 from serving.http_server import start_http
 from tests.chaos.settings import process_environment
 from tests.cli.test_pool_table import row_of
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_worker_admin import obey
 from tests.text.tiny_model import END
@@ -156,21 +155,28 @@ async def until_shown(console: Console, *texts: str) -> None:
     file = console.file
     assert isinstance(file, StringIO)
     file.truncate(0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not any(text in file.getvalue() for text in texts):
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-async def test_top_follows_the_workers_and_survives_the_router(is_terminal: bool) -> None:
-    console = Console(file=StringIO(), force_terminal=is_terminal, width=160, highlight=False)
+@pytest.mark.parametrize("terminal", ["xterm", "dumb", None])
+async def test_top_follows_the_workers_and_survives_the_router(terminal: str | None) -> None:
+    """terminal: as TERM names it; None: the output is no terminal."""
+    console = Console(
+        file=StringIO(),
+        force_terminal=terminal is not None,
+        _environ={"TERM": terminal or ""},
+        width=160,
+        highlight=False,
+    )
     async with running_cluster(SAY, (Role.AGGREGATED,)) as cluster:
         watching = await watched(cluster, console)
         await until_shown(console, "both-0")
         await cluster.add(Role.PREFILL, "late")
         await until_shown(console, "late")
         await cluster.workers["late"].die()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await cluster.service.wait_for_workers(1)
         assert not watching.done()
     await until_shown(console, "no router answers")
@@ -238,7 +244,7 @@ async def test_the_wait_ends_when_the_worker_has_left() -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("drain", "decode-1"), "decode-1 serves again: its drain was undone"),
+        (("drain", "decode-1"), "the drain of worker decode-1 was cancelled; it is serving again"),
         (("flip", "decode-1", "prefill"), "decode-1 is still a decode worker: the change was undone"),
     ],
 )
@@ -336,3 +342,17 @@ async def test_a_role_belongs_to_a_flip(words: tuple[str, ...], told: str) -> No
     code, _, errors = await kvbaton("workers", *words, "--admin", "127.0.0.1:1")
     assert code == 2
     assert told in errors
+
+
+async def test_the_prefix_caches_of_all_workers_are_dropped() -> None:
+    """B16: by one command; it fails with the reason if a worker keeps its cache."""
+    async with running_cluster(SAY, PAIR) as cluster:
+        command = ("workers", "reset-prefix-cache", *admin(cluster))
+        done = await kvbaton(*command)
+        assert done == (0, "the prefix caches of prefill-0, decode-0 are dropped\n", "")
+        cluster.workers["decode-0"].holds_blocks = True
+        code, output, errors = await kvbaton(*command, "--json")
+        assert (code, output) == (1, "")
+        assert "worker decode-0 did not accept ResetPrefixCache" in errors and "blocks are held" in errors
+    code, _, errors = await kvbaton("workers", "reset-prefix-cache", "decode-0")
+    assert code == 2 and "unrecognized arguments: decode-0" in errors

@@ -7,7 +7,7 @@ from types import FrameType
 
 import pytest
 
-from cli.prompt_signals import prompt_signals
+from cli.terminal import prompt_signals
 
 
 class Handled(Exception):  # noqa: N818

@@ -30,6 +30,7 @@ PRODUCT = (
     "kvbaton",
     "launch",
     "prefill_service",
+    "roles",
     "router",
     "serving",
     "text",

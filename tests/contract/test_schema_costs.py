@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidRequestError
-from contract.grammars import MAX_SCHEMA_BYTES, reduced
-from contract.json_schema import plain_schema
+from contract.json_schema import MAX_SCHEMA_BYTES, plain_schema, reduced
 from contract.sampling import Grammar
 from contract.schema_unions import Unions
 from contract.schema_values import Schema

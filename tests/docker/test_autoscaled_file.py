@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.containers import PLACES_LABEL, ROLE_LABEL
+from autoscaler.launchers.docker.launcher import PLACES_LABEL, ROLE_LABEL
 from autoscaler.timing_model import write_timing
 from contract.errors import SettingError
 from launch.arguments import parse
-from launch.autoscaler_settings import AutoscalerCommand
+from launch.service_settings import AutoscalerCommand
 from tests.autoscaler.cases import TIMING
 from tests.docker.composed import SHIPPED, Services, by_compose, by_hand, written
 

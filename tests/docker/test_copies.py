@@ -6,9 +6,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from autoscaler.containers import place_of
-from autoscaler.docker import DockerLauncher
-from autoscaler.docker_engine import open_engine
+from autoscaler.launchers.docker.engine import open_engine
+from autoscaler.launchers.docker.launcher import DockerLauncher, place_of
 from autoscaler.timing_model import write_timing
 from contract.errors import UnavailableError
 from contract.identity import Role

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from contract.identity import Role
-from router.testing.script import Script
 from tests.docker.composed import SHIPPED, Services, by_hand, written
 from tests.docker.test_compose_file import DOCKERFILE
+from tests.fakes.router.script import Script
 from tests.private_files import write_private
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END

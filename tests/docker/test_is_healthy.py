@@ -7,8 +7,8 @@ import trustme
 
 from contract.addresses import split_address
 from contract.identity import Role
-from router.testing.script import Script
 from tests.certificates import write_certificate
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 

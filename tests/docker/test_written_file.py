@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cli.compose import compose
+from cli.compose import compose, compose_text
 from contract.errors import SettingError
 from launch.arguments import parse
-from launch.compose_file import compose_text
-from launch.compose_settings import ComposeSettings
+from launch.machine_settings import ComposeSettings
 from tests.docker.composed import SHIPPED, by_hand, written
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -45,9 +45,9 @@ class FirstLegs:
         self._accepted: asyncio.Future[tuple[float, float]] | None = None
         self._ordered: tuple[float, pb.Order] | None = None
         self._start = worker.orders.start
-        self._carried_out = worker.orders.carried_out
+        self._carried_out = worker.orders.on_carried_out
         worker.orders.start = self._watch_start  # type: ignore[method-assign, assignment]
-        worker.orders.carried_out = self._watch_carried_out  # type: ignore[method-assign]
+        worker.orders.on_carried_out = self._watch_carried_out  # type: ignore[method-assign]
 
     def next(self, role: Role) -> "asyncio.Future[tuple[float, float]]":
         """Return the times at which a leg of this role is ordered and accepted, for the first one from now on."""

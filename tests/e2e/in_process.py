@@ -9,8 +9,10 @@ from typing import Any
 
 from contract.identity import Role, new_boot_id
 from engine.client import InProcessClient
+from engine.connecting import Transfers
 from kv_transfer.connector import TransferFactory
 from kv_transfer.options import TransportName
+from roles.table import ROLES, STAGES
 from router.service import RouterService
 from router.settings import RouterSettings
 from worker.registration import WorkerIdentity
@@ -90,9 +92,11 @@ async def running_in_process(
 async def _start_worker(stack: AsyncExitStack, role: Role, settings: WorkerSettings) -> LocalWorker:
     identity = WorkerIdentity(role, str(settings.worker_id), new_boot_id())
     transfer = settings.transfer(role, identity.worker_id, identity.boot_id)
-    engine = await InProcessClient.start(settings.engine(), TransferFactory(transfer))
+    engine = await InProcessClient.start(
+        settings.engine_settings(), Transfers(TransferFactory(transfer), STAGES)
+    )
     stack.push_async_callback(engine.shutdown)
-    worker = Worker(identity, settings, engine)
+    worker = Worker(identity, ROLES, settings, engine)
     addresses = await stack.enter_async_context(exposed(worker, settings))
     run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
     stack.push_async_callback(asyncio.wait, [run])

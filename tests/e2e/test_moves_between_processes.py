@@ -19,7 +19,7 @@ async def test_no_token_changes_and_no_block_stays_held(
 
     A source refuses an answer that has no token left when the order arrives; the log has each reason.
     """
-    caplog.set_level("INFO", "router.migration.moving")
+    caplog.set_level("INFO", "router.migration.migrator")
     cells = [Cell(300, 30, 2), Cell(1950, 20, 2), Cell(300, 8, 1, num_others=6)]
     transports = [cast(TransportName, name) for name in drawn_transports()]
     found = await measure_all(tmp_path, cells, transports, chaos_seed())

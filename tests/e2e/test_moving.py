@@ -10,8 +10,8 @@ import pytest
 
 from contract.identity import Role
 from kv_transfer.options import TransportName
-from router.migration.move import MoveResult
-from router.migration.moving import Mover
+from router.migration.migration import MigrationState
+from router.migration.migrator import Migrator
 from router.telemetry.metrics import RouterMetrics
 from tests.e2e.cells import COMPLETION, STREAMED, ask_streamed, comparable
 from tests.e2e.in_process import LocalService, running_in_process
@@ -27,16 +27,16 @@ FORMS: list[tuple[list[Role], TransportName]] = [
 MIN_MOVES = 3 * len(STREAMED)
 
 
-async def move_to_and_fro(service: LocalService, until: "asyncio.Task[Any]") -> Counter[MoveResult]:
+async def move_to_and_fro(service: LocalService, until: "asyncio.Task[Any]") -> Counter[MigrationState]:
     """Move all answers from one worker that decodes to another, and back, until the task is done."""
     path = service.router._path
-    mover = Mover(path.registry, path.runs, RouterMetrics().moves)
+    migrator = Migrator(path.registry, path.runs, RouterMetrics().moves)
     names = [each.worker.identity.worker_id for each in service.workers]
     sources = [path.registry.get(name) for name in names if not name.startswith("prefill")]
-    results = Counter[MoveResult]()
+    results = Counter[MigrationState]()
     while not until.done():
         for source in sources:
-            results += await mover.move_all(source, list(path.runs.open_runs))
+            results += await migrator.move_all(source, list(path.runs.open_runs))
         await asyncio.sleep(
             0.001
         )  # the engines of this process, and their compilers of grammars, need the interpreter too
@@ -74,8 +74,8 @@ async def test_answers_that_move_are_the_same(tmp_path: Path, demo_model: Path) 
         results = await move_to_and_fro(service, asking)
         check_same({"n": await asking}, {"n": expected}, "moved to and fro")
         await until_free(service)
-    assert results[MoveResult.MOVED] >= 6, results
-    assert not results[MoveResult.REPLAYED], results
+    assert results[MigrationState.MOVED] >= 6, results
+    assert not results[MigrationState.REPLAYED], results
 
 
 async def post(service: LocalService, body: dict[str, Any]) -> dict[str, Any]:
@@ -103,5 +103,5 @@ async def test_every_feature_answers_equally_while_all_answers_move(
         results = await move_to_and_fro(service, asking)
         check_same(await asking, expected, "moved to and fro")
         await until_free(service)
-    assert results[MoveResult.MOVED] >= MIN_MOVES, results
-    assert not results[MoveResult.REPLAYED], results
+    assert results[MigrationState.MOVED] >= MIN_MOVES, results
+    assert not results[MigrationState.REPLAYED], results

@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
-from engine.executors.executor import InProcessExecutor
+from engine.executor import InProcessExecutor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.settings import EngineSettings

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from contract.errors import SettingError
-from engine.attention.choice import Needs, choose_backend, why_flashinfer_fails
+from engine.attention.backend import Needs, choose_backend, why_flashinfer_fails
 from engine.attention.pages import pages_of
 from engine.settings import EngineSettings
 from tests.attention_cases import Case

@@ -65,9 +65,9 @@ def test_positions_are_absolute_and_only_answer_tokens_are_counted() -> None:
     batch = InputBatch(1, 16, 2)
     new = NewRequestData("a", [1, 2, 3, 4, 5], SamplingParams(seed=3), ([1, 2, 3],), 4, 4, eos_token_ids=(9,))
     update(batch, SchedulerOutput([new]), "a")
-    assert batch.sampling_row("a") == SamplingRow(SamplingParams(seed=3), (9,), 5, 1)
+    assert batch.sampling_rows("a") == [SamplingRow(SamplingParams(seed=3), (9,), 5, 1)]
     batch.append_tokens([batch.requests["a"]], [[6]])
-    assert batch.sampling_row("a") == SamplingRow(SamplingParams(seed=3), (9,), 6, 2)
+    assert batch.sampling_rows("a") == [SamplingRow(SamplingParams(seed=3), (9,), 6, 2)]
 
 
 def test_no_token_is_written_beyond_max_model_len() -> None:

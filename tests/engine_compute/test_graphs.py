@@ -10,23 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.compute import rank_sampler, runner
+from engine.compute import begun_step, runner
 from engine.compute.forward import ForwardPass
 from engine.compute.forward_graphs import GraphedForward, StaticLogits, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
-from engine.executors.executor import InProcessExecutor
+from engine.executor import InProcessExecutor
 from engine.kv_cache.sizing import MemoryReading
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
-from engine.sampling.sampler import Sampling, begin_sampling
+from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.sampler import Sampling, begin_sampling, draw_by_torch
 from engine.settings import EngineSettings
-from engine.testing.graphs import FakeDeviceForward, RerunRecorder, StaticTorchBackend, StaticTorchDecode
 from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver
+from tests.fakes.engine.graphs import FakeDeviceForward, RerunRecorder, StaticTorchBackend, StaticTorchDecode
 from tests.graph_rig import CASE, MAX_LEN, Rig
 
 
@@ -141,15 +142,22 @@ def test_the_profile_takes_the_memory_of_a_full_batch(tmp_path: Path, max_num_se
     assert profiled.num_reqs == max_num_seqs
     assert profiled.num_tokens == min(512, max_num_seqs * longest), "all that the host's profile runs"
     assert made[0].num_rows == [max_num_seqs]
+    assert made[0].num_drawn == [max_num_seqs]
 
 
 class ProfiledForward(FakeDeviceForward):
-    """Notes the steps that have no place in the KV cache, and the rows of each call for logits."""
+    """Notes the steps that have no place in the KV cache, and the rows for which logits and tokens are computed."""
 
     def __init__(self, loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> None:
         super().__init__(loaded, settings, device)
         self.profiled: list[PreparedInputs] = []
         self.num_rows: list[int] = []
+        self.num_drawn: list[int] = []
+        self.draw = self._draw
+
+    def _draw(self, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        self.num_drawn.append(len(rows))
+        return draw_by_torch(scores, rows)
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
@@ -184,10 +192,10 @@ class LayerRecorder:
     def __init__(self) -> None:
         self.layers: list[int] = []
 
-    def stored(self, num_layers: int) -> None:
+    def on_stored(self, num_layers: int) -> None:
         self.layers.append(num_layers)
 
-    def computed(self) -> None:
+    def on_computed(self) -> None:
         raise AssertionError("the runner calls this, not the model")
 
 
@@ -216,7 +224,7 @@ def test_a_rank_captures_graphs_on_its_pool_and_replays_them(
         sampled.append(logits)
         return begin_sampling(logits, *rest)
 
-    monkeypatch.setattr(rank_sampler, "begin_sampling", count)
+    monkeypatch.setattr(begun_step, "begin_sampling", count)
     assert driver.generate(list(prompts), 8) == expected
     assert len(sampled) == 1, "a replayed greedy step has its tokens, only the prompts' step samples"
     assert [recording.num_replays for recording in recorder.recordings] == [0, 0, 7, 0, 0]

@@ -9,7 +9,7 @@ import torch
 
 from contract.errors import InternalError
 from contract.layout import KVLayout
-from engine.connector import KVMemory, LandsDirectly
+from engine.connector import KVMemory
 from engine.kv_cache.memory import MappedKVMemory, StagedKVMemory, allocate
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -82,9 +82,9 @@ def test_blocks_of_a_device_are_read_and_written_by_copies(staged: StagedKVMemor
     assert seen.readonly
     with pytest.raises(InternalError, match="block 4 is on a device"):
         staged.write_view(4)
-    assert isinstance(staged, LandsDirectly)
+    assert staged.device_pool is staged
     assert staged.address == staged.pool.data_ptr()
-    assert not isinstance(MappedKVMemory(LAYOUT, 2), LandsDirectly)
+    assert MappedKVMemory(LAYOUT, 2).device_pool is None
 
 
 def test_parts_of_blocks_are_written_where_they_belong(staged: StagedKVMemory) -> None:

@@ -15,7 +15,7 @@ from contract.errors import InternalError, SettingError
 from contract.layout import KVLayout
 from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
-from engine.executors.executor import InProcessExecutor
+from engine.executor import InProcessExecutor
 from engine.kv_cache.sizing import (
     HOST_LIMIT_BYTES,
     CudaProbe,
@@ -24,12 +24,20 @@ from engine.kv_cache.sizing import (
     available_kv_bytes,
     profile_lengths,
 )
-from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec, block_bytes, make_config, unify
-from engine.kv_cache.startup import initialize_kv_cache
+from engine.kv_cache.startup import (
+    KVCacheConfig,
+    KVCacheSpec,
+    block_bytes,
+    initialize_kv_cache,
+    make_config,
+    unify,
+)
 from engine.models.loading import LoadedModel
+from engine.options import EngineOptions
 from engine.settings import EngineSettings
-from engine.testing.graphs import FakeDeviceForward
 from tests.checkpoints import make_checkpoint
+from tests.clock import Clock
+from tests.fakes.engine.graphs import FakeDeviceForward
 
 GIB = 1 << 30
 SPEC = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=128, dtype="bfloat16")
@@ -67,7 +75,7 @@ def test_defaults_that_size_a_step() -> None:
     """A12, A13, A27, A32: what a full batch holds decides about the memory that is left for the pool."""
     settings = EngineSettings(model=Path("model"))
     assert settings.block_size == 16
-    assert settings.max_num_seqs == 256
+    assert EngineOptions().max_num_seqs == settings.max_num_seqs == 256
     assert settings.max_num_batched_tokens == 2048
     assert settings.gpu_memory_utilization == 0.9
 
@@ -293,6 +301,33 @@ def test_startup_logs_each_step_with_its_time(tmp_path: Path, caplog: pytest.Log
     assert names == [
         "1/5 specs", "2/5 available memory", "3/5 config per worker", "4/5 unify", "5/5 allocate", "warm-up",
     ]  # fmt: skip
+
+
+class SlowRanks:
+    """Two ranks that need an exact time for each call."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def collective_rpc(self, method: str, *_: Any) -> list[Any]:
+        seconds, result = {
+            "get_kv_cache_specs": (0.25, QWEN_SPECS),
+            "determine_available_memory": (3.0, GIB),
+            "initialize_from_config": (1.5, None),
+            "warm_up": (7.0, None),
+        }[method]
+        self.clock.now += seconds
+        return [result, result]
+
+
+def test_the_times_of_a_start_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """D13: the total of profiling, cache creation and warm-up, beside the time of each."""
+    clock = Clock()
+    with caplog.at_level(logging.INFO, logger="engine.kv_cache.startup"):
+        initialize_kv_cache(SlowRanks(clock), clock)
+    assert "KV cache 2/5 available memory: 3.000 s" in caplog.messages
+    totals = [text for text in caplog.messages if "in total" in text]
+    assert totals == ["KV cache: profiling, allocation and warm-up took 11.750 s in total"]
 
 
 def test_startup_without_enough_memory(tmp_path: Path) -> None:

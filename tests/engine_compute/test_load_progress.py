@@ -13,18 +13,9 @@ from rich.console import Console
 from engine.models.load_progress import LoadProgress
 from engine.models.loading import load
 from tests.checkpoints import make_checkpoint
+from tests.clock import Clock
 
 GIB = 2**30
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def test_without_a_terminal_a_line_is_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
@@ -32,7 +23,7 @@ def test_without_a_terminal_a_line_is_logged_every_few_seconds(caplog: pytest.Lo
     clock, written = Clock(), io.StringIO()
     with LoadProgress(8 * GIB, Console(file=written), clock) as progress:
         for _ in range(8):
-            clock.seconds += 2
+            clock.now += 2
             progress.advance(GIB)
     assert caplog.messages == [
         "weights: 3.00 GiB of 8.00 GiB, 0.50 GiB/s",
@@ -48,7 +39,7 @@ def test_a_terminal_shows_a_bar(caplog: pytest.LogCaptureFixture) -> None:
     with LoadProgress(
         8 * GIB, Console(file=written, force_terminal=True, _environ={"TERM": "xterm"}), clock
     ) as progress:
-        clock.seconds += 60
+        clock.now += 60
         progress.advance(3 * GIB)
     assert "3.0/8.0 GiB" in written.getvalue()
     assert caplog.messages == ["weights: 3.00 GiB in 60.0 s, 0.05 GiB/s"]

@@ -8,8 +8,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from contract.errors import SettingError
+from engine.models.decoder import inverse_frequencies
 from engine.models.registry import find_architecture
-from engine.models.rope import inverse_frequencies
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

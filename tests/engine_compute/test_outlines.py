@@ -129,9 +129,9 @@ def test_each_request_gets_its_own_sampled_tokens() -> None:
     batch.update(scheduled)
     drawing = Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled))
     assert drawing.last.tolist() == [3, 7, 9]
-    assert drawing.places is not None and drawing.places.tolist() == [0, 0, 0, 1, 2]
-    assert drawing.owners == [1, 1, 1, 3, 4]
-    assert not drawing.takes_best
+    _, places = drawing.rows_and_places
+    assert places is not None and places.tolist() == [0, 0, 0, 1, 2]
+    assert not drawing.is_greedy
     output = drawing.spread(Samples([40, 41, 42, None, 44], [0, 0, 0, 6, 0], None))
     assert output.req_ids == ["chunk", "three", "pools", "bad", "one"]
     assert output.sampled_token_ids == [[], [40], [], [], [44]]
@@ -140,7 +140,7 @@ def test_each_request_gets_its_own_sampled_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "takes_best"),
+    ("fields", "is_greedy"),
     [
         ({}, True),
         ({"temperature": 0.5}, False),
@@ -152,12 +152,12 @@ def test_each_request_gets_its_own_sampled_tokens() -> None:
         ({"allowed_token_ids": (1, 2)}, False),
     ],
 )
-def test_which_requests_take_the_best_token(fields: dict[str, object], takes_best: bool) -> None:
+def test_which_requests_take_the_best_token(fields: dict[str, object], is_greedy: bool) -> None:
     batch, scheduled = InputBatch(1, 12, BLOCK_SIZE), SchedulerOutput(num_scheduled_tokens={"a": 1})
     sampling = SamplingParams(**{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     scheduled.scheduled_new_reqs.append(NewRequestData("a", [1], sampling, ([1],), 0, 1))
     batch.update(scheduled)
-    assert Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled)).takes_best is takes_best
+    assert Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled)).is_greedy is is_greedy
 
 
 def test_a_request_with_a_grammar_does_not_take_the_best_token() -> None:
@@ -170,7 +170,8 @@ def test_a_request_with_a_grammar_does_not_take_the_best_token() -> None:
     scheduled.grammar_bitmask = np.full((1, 1), 7, dtype=np.int32)
     batch.update(scheduled)
     drawing = Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled))
-    assert not drawing.takes_best
-    own, other = drawing.rows
+    assert not drawing.is_greedy
+    (own, other), places = drawing.rows_and_places
+    assert places is None
     assert own.bitmask is None
     assert other.bitmask is not None and other.bitmask.tolist() == [7]

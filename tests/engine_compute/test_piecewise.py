@@ -22,10 +22,10 @@ from engine.connector import LayerWatch
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
 from engine.settings import EngineSettings
-from engine.testing.graphs import RerunRecorder, StaticTorchBackend
-from engine.testing.tape import TapeRecorder
 from tests.attention_cases import CPU, UNWRITTEN, Case
 from tests.checkpoints import make_checkpoint
+from tests.fakes.engine.graphs import RerunRecorder, StaticTorchBackend
+from tests.fakes.engine.tape import TapeRecorder
 from tests.graph_rig import CASE, MAX_LEN, NUM_BLOCKS
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -172,11 +172,11 @@ def test_a_watch_is_called_for_each_layer_when_its_kv_is_there() -> None:
     last, seen = int(inputs.slot_mapping[-1]), list[tuple[int, list[bool]]]()
 
     class Watch:
-        def stored(self, num_layers: int) -> None:
+        def on_stored(self, num_layers: int) -> None:
             keys = rig.pools[1][last // CASE.block_size, :, 0, :, last % CASE.block_size]
             seen.append((num_layers, [bool((key != UNWRITTEN).all()) for key in keys]))
 
-        def computed(self) -> None:
+        def on_computed(self) -> None:
             raise AssertionError("the runner calls this, not the model")
 
     assert model_of("qwen3").config.num_layers == 2

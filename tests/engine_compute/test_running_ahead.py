@@ -19,9 +19,9 @@ from engine.compute import runner
 from engine.core import EngineCore
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
-from engine.testing.graphs import FakeDeviceForward, FakeDeviceGraphs, FakeDevicePieces
 from tests.checkpoints import EOS_ID, make_checkpoint
 from tests.engine_pair import running_pair
+from tests.fakes.engine.graphs import FakeDeviceForward, FakeDeviceGraphs, FakeDevicePieces
 from tests.handover.handing_off import ping_pong
 
 DEVICES = [FakeDeviceForward, FakeDeviceGraphs, FakeDevicePieces]
@@ -218,7 +218,7 @@ def test_mixed_requests_get_the_tokens_of_the_cpu(
         stepped.step()
     while stepped.core.step_in_flight:  # as the loop does when a message comes
         stepped.step(is_quiet=False)
-    stepped.core.abort_request("nucleus", None)
+    stepped.core.scheduler.abort_request("nucleus", None)
     stepped.run()
     found = stepped.tokens()
     cut = expected["seeded.0"].index(token) + 1

@@ -14,13 +14,13 @@ from contract.errors import SettingError
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from engine.client import InProcessClient
-from engine.distributed.local import Exchange, LocalRankGroup
 from engine.models.loading import load
+from engine.models.scripted import write_scripted_model
+from engine.models.scripted_config import ScriptTokens
 from engine.settings import EngineSettings
-from engine.testing.model import write_scripted_model
-from engine.testing.scripted_config import ScriptTokens
 from tests.engine_compute.driver import Driver, Sequence, greedy
 from tests.engine_pair import outputs_of, tokens_of
+from tests.fakes.engine.local_ranks import Exchange, LocalRankGroup
 
 BEGIN, END, ANSWER, LOST = 3, 1, 4, 5
 TOKENS = ScriptTokens(begin=BEGIN, answer=ANSWER, lost=LOST)

@@ -17,7 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from contract.errors import SettingError
 from engine.distributed.group import SingleRank
-from engine.distributed.local import Exchange, LocalRankGroup
 from engine.models.config import Head
 from engine.models.loading import load
 from engine.models.registry import ARCHITECTURES, find_architecture
@@ -26,6 +25,7 @@ from engine.models.transformers_rules import TRIED, why_unserved
 from tests.chaos.settings import chaos_rng
 from tests.checkpoints import FAMILIES, make_checkpoint, make_foreign_checkpoint
 from tests.engine_compute.test_checkpoint import change_config, load_on_cpu
+from tests.fakes.engine.local_ranks import Exchange, LocalRankGroup
 from tests.fp8_checkpoints import make_fp8, quantization
 from tests.soak_settings import soak_factor
 
@@ -119,8 +119,8 @@ def test_the_listed_tensors_are_those_of_the_model(
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_neox", "qwen3_moe"])
 def test_what_is_served_has_the_sizes_that_are_loaded(tmp_path: Path, family: str) -> None:
-    is_own = family in FAMILIES
-    folder = (make_checkpoint if is_own else make_foreign_checkpoint)(tmp_path, family)
+    is_own = family in (*FAMILIES, "qwen3_moe")
+    folder = (make_checkpoint if family in FAMILIES else make_foreign_checkpoint)(tmp_path, family)
     served = assert_same_verdict(folder)
     assert served is not None and served.is_own is is_own and served.is_tried
     loaded = load_on_cpu(folder)

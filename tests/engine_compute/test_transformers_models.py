@@ -16,13 +16,11 @@ from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from engine.attention.backend import LayerShape
 from engine.client import InProcessClient
-from engine.distributed.local import Exchange, LocalRankGroup
 from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
 from engine.models.paged_attention import AskedMask, LayerCall, Survey
-from engine.models.self_check import Reference, difference, tolerance
-from engine.models.transformers_model import TransformersModel
+from engine.models.transformers_loading import Reference, TransformersModel, difference, tolerance
 from engine.settings import EngineSettings
 from tests.checkpoints import (
     FOREIGN_FAMILIES,
@@ -32,6 +30,7 @@ from tests.checkpoints import (
     write_checkpoint,
 )
 from tests.engine_pair import outputs_of, running_pair, tokens_of
+from tests.fakes.engine.local_ranks import Exchange, LocalRankGroup
 
 NUM_TOKENS = 16
 SHARED = [(37 * i + 11) % 256 for i in range(24)]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from contract.errors import SettingError
-from engine.fp8 import choice
-from engine.fp8.linear import FP8, LARGEST, Fp8Linear, by_scale, by_token, join, product
+from engine.fp8.linear import FP8, LARGEST, Fp8Linear, by_scale, by_token, product, why_converted
 from engine.fp8.scheme import read_scheme
 from engine.fp8.stored import Fp8Checkpoint
 from engine.models.checkpoint import Checkpoint
+from engine.models.linear import DenseLinear, joined
 from engine.models.sharding import Part, Piece
 from tests.checkpoints import make_checkpoint
 from tests.fp8_checkpoints import make_fp8, quantization
@@ -24,7 +24,7 @@ def layer(
 ) -> Fp8Linear:
     """A layer with random weights."""
     generator = torch.Generator().manual_seed(num_outputs)
-    made = Fp8Linear(nn.Linear(num_inputs, num_outputs, bias=bias), input_scale is not None, None)
+    made = Fp8Linear(DenseLinear(num_inputs, num_outputs, bias=bias), input_scale is not None, None)
     made.weight = nn.Parameter(torch.randn(num_outputs, num_inputs, generator=generator).to(FP8), False)
     made.weight_scale = nn.Parameter(torch.rand(num_outputs, 1, generator=generator) + 0.5, False)
     if input_scale is not None:
@@ -69,18 +69,18 @@ def test_joined_layers_give_their_own_results(bias: bool, first: float | None, s
             each.bias = nn.Parameter(torch.randn(each.out_features), False)
     states = torch.randn(5, 64)
     expected = torch.cat([each(states) for each in layers], dim=-1)
-    joined = join(layers)
-    assert torch.allclose(joined(states), expected, rtol=1e-5, atol=1e-5)
+    whole = joined(*layers)
+    assert torch.allclose(whole(states), expected, rtol=1e-5, atol=1e-5)
     assert torch.allclose(torch.cat([each(states) for each in layers], dim=-1), expected)
     is_one = layers[0].weight.untyped_storage().data_ptr() == layers[1].weight.untyped_storage().data_ptr()
     assert is_one == (first == second)
 
 
 def test_a_layer_that_is_not_quantised_is_joined_beside_others() -> None:
-    plain = nn.Linear(64, 16)
+    plain = DenseLinear(64, 16)
     made = layer(64, 32)
     states = torch.randn(3, 64)
-    assert torch.equal(join([made, plain])(states), torch.cat([made(states), plain(states)], dim=-1))
+    assert torch.equal(joined(made, plain)(states), torch.cat([made(states), plain(states)], dim=-1))
 
 
 @pytest.fixture
@@ -108,13 +108,13 @@ def test_a_gpu_with_units_for_fp8_multiplies_them(
     dtype: torch.dtype,
     reason: str | None,
 ) -> None:
-    assert choice.why_converted("auto", dtype, GPU, stored, capability) == reason
-    assert choice.why_converted("off", dtype, GPU, stored, capability) == "fp8_products is off"
+    assert why_converted("auto", dtype, GPU, stored, capability) == reason
+    assert why_converted("off", dtype, GPU, stored, capability) == "fp8_products is off"
     if reason is None:
-        assert choice.why_converted("on", dtype, GPU, stored, capability) is None
+        assert why_converted("on", dtype, GPU, stored, capability) is None
         return
     with pytest.raises(SettingError, match="fp8_products is on, but"):
-        choice.why_converted("on", dtype, GPU, stored, capability)
+        why_converted("on", dtype, GPU, stored, capability)
 
 
 def test_a_part_of_a_weight_has_the_scales_of_its_rows(stored: Fp8Checkpoint) -> None:

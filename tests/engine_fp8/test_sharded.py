@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.distributed.local import Exchange, LocalRankGroup
 from engine.models.loading import load
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver
 from tests.engine_compute.test_equals_transformers import NUM_TOKENS, PROMPTS
 from tests.engine_parallel.driver import RanksDriver
+from tests.fakes.engine.local_ranks import Exchange, LocalRankGroup
 from tests.fp8_checkpoints import FIXED, TOKEN, make_fp8, quantization
 
 CPU = torch.device("cpu")

@@ -9,13 +9,13 @@ import numpy as np
 from contract.errors import KvbatonError
 from contract.requests import EngineRequest
 from contract.sampling import Grammar, SamplingParams
+from engine.grammar.building import load_vocabulary
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.matcher import GrammarMatcher
-from engine.grammar.vocabulary import load_vocabulary
 from tests.text.tiny_model import END, byte_ids
 
 VOCAB_SIZE = 300
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 240.0
 
 
 def request_with(grammar: Grammar, *, delivered: str = "", **sampling: Any) -> EngineRequest:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from contract.sampling import Grammar
+from engine.grammar.building import load_vocabulary
 from engine.grammar.compiler import GrammarCompiler, Outcome
-from engine.grammar.vocabulary import load_vocabulary
 from tests.engine_grammar.answers import VOCAB_SIZE, WAIT_SECONDS, request_with
 from tests.text.tiny_model import END, write_model
 

@@ -9,10 +9,10 @@ from llguidance import LLTokenizer
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError
 from contract.sampling import Grammar
-from engine.grammar.cache import Compiled
+from engine.grammar.building import load_vocabulary
 from engine.grammar.compiler import GrammarCompiler, Outcome
+from engine.grammar.machine import Compiled
 from engine.grammar.matcher import GrammarMatcher
-from engine.grammar.vocabulary import load_vocabulary
 from tests.engine_grammar.answers import (
     VOCAB_SIZE,
     WAIT_SECONDS,

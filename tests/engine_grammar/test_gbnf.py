@@ -10,10 +10,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from contract.errors import InvalidRequestError, KvbatonError
 from contract.sampling import Grammar
+from engine.grammar.building import load_vocabulary
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.gbnf import gbnf_to_lark
-from engine.grammar.limits import GRAMMAR_LIMITS
-from engine.grammar.vocabulary import load_vocabulary
+from engine.grammar.machine import GRAMMAR_LIMITS
 from tests.engine_grammar.answers import allowed_by, matcher_of, outcome_of, request_with
 from tests.engine_grammar.reference import Node, Reference, written
 from tests.text.tiny_model import END, byte_ids, tiny_tokenizer, write_model

@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import InternalError
 from contract.sampling import Grammar
-from engine.grammar.json_schema import with_closed_objects
+from engine.grammar.llguidance_matcher import with_closed_objects
 from tests.engine_grammar.answers import allowed_by, matcher_of, request_with
 from tests.text.tiny_model import END, byte_ids, write_model
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from contract.errors import InternalError, InvalidRequestError
 from contract.sampling import Grammar
-from engine.grammar.vocabulary import load_vocabulary
+from engine.grammar.building import load_vocabulary
 from tests.engine_grammar.answers import allowed_by, ids_of, matcher_of, request_with
 from tests.text.tiny_model import BOS, END, byte_ids, word_id, write_model
 

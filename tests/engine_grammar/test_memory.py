@@ -11,12 +11,10 @@ import pytest
 from contract.errors import OverloadedError
 from contract.sampling import Grammar
 from engine.grammar import building
+from engine.grammar.building import HeapTrimmer, load_vocabulary
 from engine.grammar.compiler import GrammarCompiler, Outcome
-from engine.grammar.limits import HEAVY_BYTES
-from engine.grammar.machine import Machine
+from engine.grammar.machine import HEAVY_BYTES, Machine
 from engine.grammar.matcher import GrammarMatcher
-from engine.grammar.memory import HeapTrimmer
-from engine.grammar.vocabulary import load_vocabulary
 from tests.engine_grammar.answers import VOCAB_SIZE, request_with
 from tests.engine_grammar.attack import ATTACKS, compile_one, named, schema
 from tests.text.tiny_model import END, write_model

@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import InvalidRequestError, KvbatonError
 from contract.sampling import Grammar
-from contract.schema_patterns import rust_pattern
+from contract.schema_constraints import rust_pattern
 from tests.engine_grammar.answers import allowed_by, matcher_of, outcome_of, request_with
 from tests.text.tiny_model import END, byte_ids, write_model
 

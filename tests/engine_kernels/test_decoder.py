@@ -225,12 +225,12 @@ class Watch:
         self.layers: list[int] = []
         self._failing_at = failing_at
 
-    def stored(self, num_layers: int) -> None:
+    def on_stored(self, num_layers: int) -> None:
         self.layers.append(num_layers)
         if num_layers == self._failing_at:
             raise ValueError("the watch failed")
 
-    def computed(self) -> None:
+    def on_computed(self) -> None:
         """Do nothing."""
 
 

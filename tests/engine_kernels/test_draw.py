@@ -12,7 +12,7 @@ from torch import Tensor
 from contract.sampling import SamplingParams
 from engine.compute.forward import forward_pass
 from engine.kernels.binding import Kernels
-from engine.kernels.draw import KernelDraw
+from engine.kernels.decoder import KernelDraw
 from engine.models.loading import load
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import random_by_torch, sample

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.binding import PANEL, Kernels
-from engine.kernels.compressed import Compressed, compress, num_panels
+from engine.kernels.packed import Compressed, compress, num_panels
 
 SHAPES = [(32, 32), (264, 64), (31, 96), (1152, 896), (96, 4864)]
 

@@ -8,11 +8,11 @@ from typing import Any
 from contract.sampling import SamplingParams
 from engine.compute.forward import MakeForward
 from engine.distributed.group import RankGroup
-from engine.distributed.local import LocalRanksExecutor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.settings import EngineSettings
 from tests.engine_compute import driver
 from tests.engine_compute.driver import Driver
+from tests.fakes.engine.local_ranks import LocalRanksExecutor
 
 SEEDED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=5, max_tokens=1000)
 

@@ -47,6 +47,7 @@ class StuckMemory:
 
     memfd = None
     pool_view = None
+    device_pool = None
 
     def __init__(self, memory: KVMemory) -> None:
         self.layout, self.num_blocks, self.write_view = memory.layout, memory.num_blocks, memory.write_view

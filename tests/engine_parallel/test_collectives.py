@@ -18,15 +18,14 @@ from torch import Tensor, distributed
 from contract.sampling import SamplingParams
 from engine.compute.best_tokens import BestOfRanks, TorchBestTokens
 from engine.distributed.group import RankGroup
-from engine.distributed.local import groups_of_threads
 from engine.distributed.process_group import TorchRankGroup
-from engine.fused.product import SummedProduct, product_of
-from engine.models.sharding import row_parallel
-from engine.testing.collectives import CountedGroup
-from engine.testing.graphs import FakeDeviceForward, FakeDeviceGraphs
+from engine.models.linear import SummedProduct, joined, row_parallel
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver, greedy
 from tests.engine_parallel.driver import SEEDED, RanksDriver, driven
+from tests.fakes.engine.collectives import CountedGroup
+from tests.fakes.engine.graphs import FakeDeviceForward, FakeDeviceGraphs
+from tests.fakes.engine.local_ranks import groups_of_threads
 
 dist: Any = distributed
 CPU = torch.device("cpu")
@@ -100,10 +99,10 @@ def test_a_step_without_a_token_gathers_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_layer_that_ranks_add_up_is_a_product_and_a_sum(has_bias: bool) -> None:
-    """A product of few rows has a kernel of its own then, as on one rank; its weight is the layer's own."""
+    """A small-batch product has a kernel of its own then, as on one rank; its weight is the layer's own."""
     groups = [CountedGroup(group) for group in groups_of_threads(2)]
     layers = [row_parallel(8, 5, has_bias, group) for group in groups]
-    products = [product_of(layer) for layer in layers]
+    products = [joined(layer) for layer in layers]
     states = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
 
     def computed(rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,16 +10,16 @@ from torch import distributed
 from torch._C._distributed_c10d import Store
 
 from contract.sampling import SamplingParams
-from engine.distributed.local import groups_of_threads
 from engine.distributed.process_group import TorchRankGroup
 from engine.models.loading import LoadedModel
 from engine.settings import EngineSettings
-from engine.testing.collectives import CountedGroup
-from engine.testing.graphs import FakeDeviceGraphs
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver
 from tests.engine_compute.test_equals_transformers import PROMPTS
 from tests.engine_parallel.driver import SEEDED, RanksDriver, driven
+from tests.fakes.engine.collectives import CountedGroup
+from tests.fakes.engine.graphs import FakeDeviceGraphs
+from tests.fakes.engine.local_ranks import groups_of_threads
 
 dist: Any = distributed
 

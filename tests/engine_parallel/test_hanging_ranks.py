@@ -11,13 +11,14 @@ from contract.identity import Role
 from contract.requests import EngineRequest, SendTransfer
 from contract.sampling import SamplingParams
 from engine.client import ProcessClient
-from engine.distributed.executor import RanksExecutor
+from engine.connecting import Transfers
 from engine.distributed.rank_watch import CallCount
-from engine.executors.executor import create_executor
+from engine.executor import RanksExecutor, create_executor
 from engine.hosting.watching import COMPUTING_FACTOR, RANK_CALLS, EngineWatch, LivenessTimeouts
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import SchedulerOutput
 from engine.settings import EngineSettings
+from roles.table import STAGES
 from tests.checkpoints import make_checkpoint
 from tests.engine_pair import transfer_factory
 from tests.engine_parallel.hanging_half import HangingRanks, StuckFactory
@@ -82,7 +83,9 @@ def test_a_call_that_hangs_ends_the_rank_by_name(tmp_path: Path) -> None:
 async def test_a_hanging_data_thread_of_a_rank_ends_the_engine(tmp_path: Path) -> None:
     """P4: both ranks compute, but rank 1 never publishes what it has computed."""
     factory = StuckFactory(transfer_factory(Role.PREFILL, None, "tcp").settings)
-    client = await ProcessClient.start(settings(make_checkpoint(tmp_path), DATA_SECONDS), factory)
+    client = await ProcessClient.start(
+        settings(make_checkpoint(tmp_path), DATA_SECONDS), Transfers(factory, STAGES)
+    )
     try:
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         request = EngineRequest(

@@ -22,11 +22,9 @@ from contract.layout import KVLayout
 from contract.requests import PoolingParams
 from engine.connector import SingleRankConnector
 from engine.distributed.channel import SLOT_BYTES
-from engine.distributed.executor import RanksExecutor
 from engine.distributed.messages import Raised, cause_of
-from engine.executors.executor import InProcessExecutor, create_executor
-from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
-from engine.kv_cache.startup import initialize_kv_cache
+from engine.executor import Executor, InProcessExecutor, RanksExecutor, create_executor
+from engine.kv_cache.startup import KVCacheConfig, KVCacheSpec, initialize_kv_cache
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.settings import EngineSettings
 from tests.checkpoints import load_reference, make_checkpoint
@@ -71,6 +69,38 @@ def prompt_step(num_tokens: int = 9) -> SchedulerOutput:
 
 def assert_ended(pids: list[int]) -> None:
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "kind"),
+    [("cpu", 1, InProcessExecutor), ("auto", 1, InProcessExecutor), ("cpu", 2, RanksExecutor)],
+)
+def test_the_executor_follows_from_device_and_ranks(
+    ranks: RanksExecutor, model: Path, device: str, num_ranks: int, kind: type[Executor]
+) -> None:
+    """A11: one rank runs in this process, several run in a process each."""
+    before = set(psutil.Process().children())
+    if num_ranks == 1:
+        executor = create_executor(EngineSettings(model=model, device=device))
+        assert set(psutil.Process().children()) == before
+    else:
+        executor = ranks  # as ``create_executor`` returned it
+        assert len({process.pid for process in before} & set(ranks.pids)) == num_ranks
+    assert type(executor) is kind
+    assert executor.collective_rpc("get_model_info") == [executor.model_info] * num_ranks
+    if executor is not ranks:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize(("device", "num_ranks"), [("tpu", 1), ("cuda:99", 1), ("cuda:99", 2)])
+def test_no_executor_has_a_device_that_is_not_there(model: Path, device: str, num_ranks: int) -> None:
+    """A11: in this process and in several."""
+    before = set(psutil.Process().children(recursive=True))
+    settings = EngineSettings(model=model, device=device, tensor_parallel_size=num_ranks)
+    with pytest.raises(SettingError, match=f"device is '{device}'") as refused:
+        create_executor(settings)
+    assert refused.value.param == "device"
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_call_reaches_all_ranks_and_results_are_in_rank_order(ranks: RanksExecutor) -> None:

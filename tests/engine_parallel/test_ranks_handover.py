@@ -18,13 +18,15 @@ from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from engine.client import InProcessClient
 from engine.compute import runner
-from engine.distributed.local import LocalRanksExecutor
-from engine.executors.executor import Executor, create_executor
+from engine.connecting import Transfers
+from engine.executor import Executor, create_executor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.settings import EngineSettings
-from engine.testing.graphs import FakeDeviceGraphs
+from roles.table import STAGES
 from tests.checkpoints import make_checkpoint
 from tests.engine_pair import EnginePair, outputs_of, tokens_of, transfer_factory
+from tests.fakes.engine.graphs import FakeDeviceGraphs
+from tests.fakes.engine.local_ranks import LocalRanksExecutor
 
 _RNG = random.Random(9)
 SHARED = [_RNG.randrange(5, 250) for _ in range(64)]
@@ -63,9 +65,11 @@ async def pair_of(
 ) -> AsyncIterator[EnginePair]:
     """Run two engines, joined by real connectors."""
     factories = [transfer_factory(role, None, transport) for role in (Role.PREFILL, Role.DECODE)]
-    sender = await InProcessClient.start(prefill, factories[0], start=start_with_threads)
+    sender = await InProcessClient.start(prefill, Transfers(factories[0], STAGES), start=start_with_threads)
     try:
-        receiver = await InProcessClient.start(decode, factories[1], start=start_with_threads)
+        receiver = await InProcessClient.start(
+            decode, Transfers(factories[1], STAGES), start=start_with_threads
+        )
         try:
             yield EnginePair(sender, receiver)
         finally:

@@ -13,25 +13,24 @@ import pytest
 from contract.errors import KvbatonError, WorkerLostError
 from engine.compute import runner
 from engine.core import EngineCore
-from engine.distributed import rank_process
-from engine.distributed.executor import RanksExecutor
-from engine.distributed.local import LocalRanksExecutor
-from engine.executors.executor import Executor
+from engine.distributed import rank_pool
+from engine.executor import Executor, RanksExecutor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import SchedulerOutput
 from engine.settings import EngineSettings
-from engine.testing.graphs import FakeDeviceGraphs
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.test_running_ahead import DEVICES, NUM_TOKENS, Stepped, engine, requests
 from tests.engine_parallel.test_ranks_executor import prompt_step
+from tests.fakes.engine.graphs import FakeDeviceGraphs
+from tests.fakes.engine.local_ranks import LocalRanksExecutor
 
 pytestmark = pytest.mark.timeout(300)
 """Each of several processes loads torch, perhaps while other tests run."""
 
 SETTINGS = {"kv_cache_bytes": 8 * 2**20, "block_size": 4, "max_num_seqs": 16, "dtype": "float32"}
-ON_FAKE_DEVICES = rank_process._PROGRAM.replace(
+ON_FAKE_DEVICES = rank_pool._PROGRAM.replace(
     "from engine.distributed.rank_program import main",
-    "from engine.compute import runner; from engine.testing.graphs import FakeDeviceGraphs; "
+    "from engine.compute import runner; from tests.fakes.engine.graphs import FakeDeviceGraphs; "
     "runner.forward_pass = FakeDeviceGraphs; from engine.distributed.rank_program import main",
 )
 
@@ -121,7 +120,7 @@ def test_rows_that_are_not_numbers_have_no_token_on_any_rank(
 @pytest.fixture
 def processes(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RanksExecutor]:
     """Two rank processes that play a device each."""
-    monkeypatch.setattr(rank_process, "_PROGRAM", ON_FAKE_DEVICES)
+    monkeypatch.setattr(rank_pool, "_PROGRAM", ON_FAKE_DEVICES)
     executor = RanksExecutor(settings_of(model))
     yield executor
     executor.shutdown()

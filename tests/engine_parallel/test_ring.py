@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from contract.errors import InternalError
-from engine.distributed.ring import Ring, create_shared_file, ring_bytes
+from engine.distributed.channel import Ring, create_shared_file, ring_bytes
 
 READERS, SLOTS, SLOT_BYTES = 2, 3, 64
 
@@ -108,7 +108,7 @@ def test_slots_are_aligned_to_words(descriptor: int) -> None:
 
 ECHO = """
 import sys
-from engine.distributed.ring import Ring
+from engine.distributed.channel import Ring
 there, back = (Ring(int(fd), 1, 2, 4096) for fd in sys.argv[1:3])
 for line in sys.stdin:
     back.write(there.read(0)[::-1])

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from contract.errors import SettingError
 from contract.sampling import SamplingParams
 from engine.distributed.group import rank_device
-from engine.distributed.local import Exchange, LocalRankGroup, LocalRanksExecutor
 from engine.models.loading import load
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver, greedy
 from tests.engine_compute.test_equals_transformers import NUM_TOKENS, PROMPTS, VARIANTS
 from tests.engine_parallel.driver import SEEDED, RanksDriver, driven
+from tests.fakes.engine.local_ranks import Exchange, LocalRankGroup, LocalRanksExecutor
 from tests.leftovers import Leftovers
 
 
@@ -128,11 +128,34 @@ def test_an_error_of_all_ranks_is_raised_and_leaves_no_thread(tmp_path: Path) ->
     assert leftovers.threads() == []
 
 
-def test_each_rank_has_its_own_device() -> None:
-    assert [str(rank_device("cuda:1", 4, rank, 3)) for rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
-    assert str(rank_device("cpu", 0, 1, 2)) == str(rank_device("auto", 0, 1, 2)) == "cpu"
-    with pytest.raises(SettingError, match="tensor_parallel_size is 2, and this machine has 2 CUDA devices"):
-        rank_device("cuda:1", 2, 0, 2)
+@pytest.mark.parametrize(
+    ("setting", "num_cuda", "devices"),
+    [
+        ("cpu", 0, ["cpu"]),
+        ("cpu", 8, ["cpu", "cpu", "cpu"]),
+        ("auto", 0, ["cpu", "cpu"]),
+        ("auto", 1, ["cuda:0"]),
+        ("auto", 2, ["cuda:0", "cuda:1"]),
+        ("cuda", 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("cuda:1", 4, ["cuda:1", "cuda:2", "cuda:3"]),
+        ("cuda:3", 4, ["cuda:3"]),
+    ],
+)
+def test_each_rank_has_its_own_device(setting: str, num_cuda: int, devices: list[str]) -> None:
+    """A11: one rank for each GPU, side by side from the setting's device on."""
+    size = len(devices)
+    assert [str(rank_device(setting, num_cuda, rank, size)) for rank in range(size)] == devices
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_cuda", "size"), [("auto", 1, 2), ("cuda", 3, 4), ("cuda:1", 2, 2), ("cuda:3", 4, 8)]
+)
+def test_two_ranks_share_no_gpu(setting: str, num_cuda: int, size: int) -> None:
+    """A11: every rank refuses, also those for which there is a GPU."""
+    message = f"tensor_parallel_size is {size}, and this machine has {num_cuda} CUDA devices"
+    for rank in range(size):
+        with pytest.raises(SettingError, match=message):
+            rank_device(setting, num_cuda, rank, size)
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "rank_timeout_seconds"])

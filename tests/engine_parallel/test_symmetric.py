@@ -16,16 +16,22 @@ from torch import Tensor, distributed
 from torch._C import _distributed_c10d
 
 from contract.errors import SettingError
-from engine.distributed.local import Exchange, LocalRankGroup
-from engine.distributed.process_group import TorchRankGroup
-from engine.distributed.symmetric import NUM_BYTES, ONE_SHOT_BYTES, NamedMemory, SymmetricSums, find_library
-from engine.executors.executor import create_executor
+from engine.distributed.process_group import (
+    NUM_BYTES,
+    ONE_SHOT_BYTES,
+    NamedMemory,
+    SymmetricSums,
+    TorchRankGroup,
+    find_library,
+)
+from engine.executor import create_executor
 from engine.models.loading import load
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver
 from tests.engine_compute.test_equals_transformers import PROMPTS
 from tests.engine_parallel.driver import RanksDriver
+from tests.fakes.engine.local_ranks import Exchange, LocalRankGroup
 
 dist: Any = distributed
 c10d: Any = _distributed_c10d
@@ -137,7 +143,7 @@ def test_a_dtype_that_is_never_summed_is_refused_when_the_model_is_loaded(
     group = TorchRankGroup(CPU, 0, 2, dist.HashStore(), timedelta(seconds=5), lambda *_: joined)
     load(folder, dtype, None, CPU, group)
     sums, _ = sums_of(2)
-    group.add_up_by(sums[0])
+    group.sums = sums[0]
     refused = pytest.raises(SettingError, match=r"symmetric, but it adds .* torch\.float16; choose nccl")
     with refused if is_refused else nullcontext():
         load(folder, dtype, None, CPU, group)
@@ -186,7 +192,7 @@ def test_a_group_adds_short_parts_up_by_shared_memory_and_others_by_its_collecti
 
     def add(rank: int) -> tuple[Tensor, Tensor]:
         group = TorchRankGroup(CPU, rank, 2, store, timedelta(seconds=30))
-        group.add_up_by(sums[rank])
+        group.sums = sums[rank]
         short = group.add_up(torch.full((4, 8), float(rank + 1)))
         odd = group.add_up(torch.full((3,), float(rank + 1)))
         group.close()

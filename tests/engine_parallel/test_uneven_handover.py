@@ -8,7 +8,9 @@ import torch
 
 from contract.identity import Role
 from engine.client import ProcessClient
+from engine.connecting import Transfers
 from engine.settings import EngineSettings
+from roles.table import STAGES
 from tests.checkpoints import make_checkpoint
 from tests.engine_pair import EnginePair, transfer_factory
 from tests.engine_parallel.test_ranks_handover import alone, assert_equals_one_rank, pair_of, settings
@@ -76,9 +78,9 @@ async def test_rank_processes_hand_over_the_tokens_of_one_rank(
     folder = make_checkpoint(tmp_path, "llama", seed=3, **MODELS["two KV heads"])
     expected = await alone(folder)
     factories = [transfer_factory(role, None, transport) for role in (Role.PREFILL, Role.DECODE)]
-    sender = await ProcessClient.start(settings(folder, prefill), factories[0])
+    sender = await ProcessClient.start(settings(folder, prefill), Transfers(factories[0], STAGES))
     try:
-        receiver = await ProcessClient.start(settings(folder, decode), factories[1])
+        receiver = await ProcessClient.start(settings(folder, decode), Transfers(factories[1], STAGES))
         try:
             await assert_equals_one_rank(EnginePair(sender, receiver), expected)
         finally:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from contract.layout import heads_of_rank
 from contract.sampling import SamplingParams
 from engine.distributed.group import columns_of_all
-from engine.distributed.local import Exchange, LocalRankGroup
 from engine.models.config import DecoderConfig, Head
 from engine.models.families import decoder_tensors, llama
 from engine.models.loading import load
@@ -21,6 +20,7 @@ from engine.models.sharding import config_of_rank, part_of
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver, greedy
 from tests.engine_parallel.driver import SEEDED, RanksDriver, driven
+from tests.fakes.engine.local_ranks import Exchange, LocalRankGroup
 
 PROMPTS = {"short": [3], "mid": [(7 * n) % 90 for n in range(9)], "long": [(11 * n) % 90 for n in range(21)]}
 NUM_TOKENS = 6
@@ -170,7 +170,7 @@ def taken(name: str, config: DecoderConfig, group: LocalRankGroup, whole: torch.
     assert part.whole_shape(
         torch.Size(part.size if at == dim else n for at, n in enumerate(whole.shape))
     ) == list(whole.shape)
-    return part.take(lambda own: whole[(slice(None),) * dim + (own,)])
+    return part.assemble(lambda own: whole[(slice(None),) * dim + (own,)])
 
 
 @given(st.integers(1, 5), st.integers(1, 7), st.data())

@@ -7,10 +7,12 @@ import pytest
 from contract.errors import SettingError
 from contract.identity import Role
 from engine.client import InProcessClient
+from engine.connecting import Transfers
 from engine.connector import RanksConnector
 from engine.settings import EngineSettings
-from engine.testing.fakes import FakeExecutor
-from engine.testing.transfer import fake_connector_factory
+from roles.table import STAGES
+from tests.fakes.engine.fakes import FakeExecutor
+from tests.fakes.engine.transfer import fake_connector_factory
 from worker.settings import WorkerSettings
 
 
@@ -22,7 +24,7 @@ def settings(tmp_path: Path, size: int) -> WorkerSettings:
 
 
 def test_the_flag_reaches_the_engine(tmp_path: Path) -> None:
-    assert settings(tmp_path, 2).engine().tensor_parallel_size == 2
+    assert settings(tmp_path, 2).engine_settings().tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -46,4 +48,4 @@ async def test_an_engine_of_several_ranks_rejects_a_connector_for_one() -> None:
     with pytest.raises(
         SettingError, match="tensor_parallel_size is 2, and this connector serves engines of one"
     ):
-        await InProcessClient.start(several, fake_connector_factory, start=start)
+        await InProcessClient.start(several, Transfers(fake_connector_factory, STAGES), start=start)

@@ -8,12 +8,12 @@ import pytest
 
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
-from engine.stepping.dispatch import WAKE, Inbox
 from engine.stepping.gate import StepGate, Work
-from engine.testing.fakes import FakeExecutor, start_fake_executor
+from engine.stepping.loop import WAKE, Inbox, Put
+from tests.fakes.engine.fakes import FakeExecutor, start_fake_executor
 
 
-class AllowingGate:
+class AllowingGate(StepGate):
     """Starts no step before ``allow`` was called for it, as ranks that start their steps together do.
 
     ask: called when a step could start that was not allowed. num_allowed: steps that were allowed so far.
@@ -45,14 +45,14 @@ class AllowingGate:
     def may_interrupt(self) -> bool:
         return False
 
-    def started(self) -> float:
+    def on_start(self, *, is_empty: bool) -> float:
         assert self._is_allowed()
         self.num_started += 1
         return 0.0
 
-    def ended(self, *, is_empty: bool) -> None: ...
+    def on_end(self, *, is_empty: bool) -> None: ...
 
-    def interrupted(self) -> None: ...
+    def on_interrupt(self) -> None: ...
 
     def _is_allowed(self) -> bool:
         return self.num_started < self.num_allowed
@@ -79,21 +79,21 @@ def start_device(settings: EngineSettings) -> tuple[DeviceExecutor, int]:
     return executor, executor.memory.num_blocks
 
 
-MakeGate = Callable[[Inbox], Callable[[], StepGate] | None]
+MakeGate = Callable[[Inbox], Callable[[Put], StepGate] | None]
 
 
 def paced(_: Inbox) -> None:
     """Use the product's own gate."""
 
 
-def allowed(inbox: Inbox) -> Callable[[], StepGate]:
+def allowed(inbox: Inbox) -> Callable[[Put], StepGate]:
     """Return a maker of gates of which another thread allows a step each time that they ask."""
 
     def allow(gate: AllowingGate) -> None:
         gate.allow()
         inbox.put(WAKE)
 
-    return lambda: AllowingGate(lambda gate: threading.Thread(target=allow, args=(gate,)).start())
+    return lambda _: AllowingGate(lambda gate: threading.Thread(target=allow, args=(gate,)).start())
 
 
 GATES = pytest.mark.parametrize("make_gate", [paced, allowed])

@@ -3,8 +3,8 @@
 import asyncio
 
 from engine.client import ProcessClient
-from engine.testing.fakes import start_fake_executor
 from tests.engine_scheduling.stepping import fake_settings
+from tests.fakes.engine.fakes import start_fake_executor
 
 
 async def main() -> None:

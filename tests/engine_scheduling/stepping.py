@@ -13,14 +13,16 @@ from contract.layout import Side
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
+from engine.connecting import Transfers
 from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
-from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
+from engine.grammar.building import VocabularyLoader, load_vocabulary
 from engine.scheduling.inspection import check_integrity
 from engine.scheduling.waits.waits import WaitStage
 from engine.settings import EngineSettings
-from engine.testing.fakes import FakeExecutor, start_fake_executor
-from engine.testing.transfer import FakeConnector
+from roles.table import STAGES
+from tests.fakes.engine.fakes import FakeExecutor, start_fake_executor
+from tests.fakes.engine.transfer import FakeConnector
 
 MAX_STEPS = 2000
 PROMPT = list(range(1, 11))
@@ -90,7 +92,7 @@ class SteppedEngine:
 
         self.core = EngineCore(
             fake_settings(**changes),
-            self._connect if with_connector else None,
+            Transfers(self._connect, STAGES) if with_connector else None,
             wake=self.woken.release,
             start=start,
             load_vocabulary=load_vocabulary,
@@ -127,11 +129,16 @@ class SteppedEngine:
             self.step()
         raise AssertionError(f"the engine is still busy after {MAX_STEPS} steps")
 
+    def request_counts(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait."""
+        stats = self.scheduler.load.make_stats()
+        return stats.num_running_reqs, stats.num_waiting_reqs
+
     def hand_off(self, order: HandOff, expires: float = math.inf) -> None:
         """Hand a request off, and collect what is to be sent at once."""
         self.core.hand_off(order, expires)
         check_integrity(self.scheduler)
-        for outputs in self.core.take_urgent().values():
+        for outputs in self.core.flush_urgent().values():
             for output in outputs:
                 self._collect(output)
 
@@ -155,7 +162,8 @@ class SteppedEngine:
 
     def _connect(self, side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
         self.on_connector_event = wake
-        return ConnectorPair(self.connector, SingleRankConnector(self.connector.rank), "127.0.0.1:9")
+        ranks = SingleRankConnector(self.connector.rank)
+        return ConnectorPair(self.connector, ranks, "127.0.0.1:9", expecting=self.connector.expecting)
 
 
 def receiving(engine: SteppedEngine, name: str = "d", prompt: list[int] = PROMPT, max_tokens: int = 4) -> str:

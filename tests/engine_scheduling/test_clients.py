@@ -20,12 +20,14 @@ from contract.errors import InvalidRequestError, NotFoundError, SettingError, Un
 from contract.outputs import EngineOutput, FinishReason
 from contract.requests import EngineRequest
 from engine.client import EngineClient, InProcessClient, ProcessClient
+from engine.connecting import Transfers
 from engine.hosting.process import EngineProcess
 from engine.hosting.running import EnginePlan
 from engine.settings import EngineSettings
-from engine.testing.fakes import CRASH_TOKEN, FakeExecutor, fake_answer, start_fake_executor
-from engine.testing.transfer import fake_connector_factory
+from roles.table import STAGES
 from tests.engine_scheduling.stepping import RECEIVE, fake_request, fake_settings
+from tests.fakes.engine.fakes import CRASH_TOKEN, FakeExecutor, fake_answer, start_fake_executor
+from tests.fakes.engine.transfer import fake_connector_factory
 
 KINDS = [InProcessClient, ProcessClient]
 Started = Callable[..., AbstractAsyncContextManager[Any]]
@@ -51,7 +53,7 @@ def start_frozen(settings: EngineSettings) -> tuple[FakeExecutor, int]:
 @asynccontextmanager
 async def started(kind: type[InProcessClient] | type[ProcessClient], **changes: Any) -> AsyncIterator[Any]:
     settings = fake_settings(**changes)
-    client = await kind.start(settings, fake_connector_factory, start=start_fake_executor)
+    client = await kind.start(settings, Transfers(fake_connector_factory, STAGES), start=start_fake_executor)
     try:
         yield client
     finally:
@@ -190,7 +192,9 @@ async def test_exception_in_a_step_ends_the_engine(kind: Any) -> None:
 async def test_killed_process_ends_every_request_and_call(tmp_path: Path) -> None:
     """A8: the client notices the death, every call ends, and the sockets' folder is gone since the handshake."""
     plan = EnginePlan(
-        settings=fake_settings(), connector_factory=fake_connector_factory, start=start_fake_executor
+        settings=fake_settings(),
+        transfers=Transfers(fake_connector_factory, STAGES),
+        start=start_fake_executor,
     )
     client = await ProcessClient(EngineProcess(plan, within=tmp_path)).started()
     assert list(tmp_path.iterdir()) == []

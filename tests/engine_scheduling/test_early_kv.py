@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contract.layout import Side
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.client import ProcessClient
+from engine.connecting import Transfers
 from engine.connector import ConnectorPair, SingleRankConnector
-from engine.testing.fakes import fake_answer, start_fake_executor
-from engine.testing.transfer import FakeConnector
+from roles.table import STAGES
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,
@@ -16,6 +16,8 @@ from tests.engine_scheduling.stepping import (
     fake_settings,
     receiving,
 )
+from tests.fakes.engine.fakes import fake_answer, start_fake_executor
+from tests.fakes.engine.transfer import FakeConnector
 
 
 class LandingConnector(FakeConnector):
@@ -31,6 +33,7 @@ class ExpectingConnector(FakeConnector):
 
     def __init__(self) -> None:
         super().__init__()
+        self.expecting = self
         self.expected_keys: list[str] = []
         self.connecting: list[tuple[ReceiveTransfer, Callable[[], None]]] = []
         self.num_expected = 0
@@ -56,7 +59,8 @@ class ExpectingConnector(FakeConnector):
 
 def expecting_factory(_side: Side, _fingerprint: str, _wake: object) -> ConnectorPair:
     connector = ExpectingConnector()
-    return ConnectorPair(connector, SingleRankConnector(connector.rank), "127.0.0.1:9")
+    ranks = SingleRankConnector(connector.rank)
+    return ConnectorPair(connector, ranks, "127.0.0.1:9", expecting=connector)
 
 
 def test_kv_that_is_there_as_soon_as_it_has_blocks_joins_the_step_in_which_they_are_reserved() -> None:
@@ -108,7 +112,9 @@ def test_a_preparation_is_over_when_the_sender_is_connected() -> None:
 
 async def test_a_process_asks_for_the_kv_of_a_request_before_it_is_added() -> None:
     """It is added when the running step has ended; the thread that reads the input need not wait for that."""
-    client = await ProcessClient.start(fake_settings(), expecting_factory, start=start_fake_executor)
+    client = await ProcessClient.start(
+        fake_settings(), Transfers(expecting_factory, STAGES), start=start_fake_executor
+    )
     try:
         await client.add_request(fake_request("d", [1, 2], transfer=RECEIVE))
         await client.add_request(fake_request("a", [1, 2], 1))

@@ -12,6 +12,7 @@ from contract.errors import NotFoundError, SettingError, TransferError
 from contract.layout import Side
 from contract.outputs import FinishReason
 from contract.requests import EngineRequest
+from engine.connecting import Transfers
 from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.hosting.messages import (
@@ -30,8 +31,12 @@ from engine.hosting.running import EnginePlan, run_engine
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
 from engine.startup import ExecutorStart
-from engine.stepping.dispatch import Inbox
-from engine.testing.fakes import (
+from engine.stepping.loop import Inbox
+from roles.table import STAGES
+from tests.clock import Clock
+from tests.engine_scheduling.gates import GATES, STARTS, DeviceExecutor, MakeGate
+from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request, fake_settings
+from tests.fakes.engine.fakes import (
     CRASH_TOKEN,
     FAKE_EOS,
     FAKE_VOCAB_SIZE,
@@ -39,9 +44,7 @@ from engine.testing.fakes import (
     fake_answer,
     start_fake_executor,
 )
-from engine.testing.transfer import FakeConnector, fake_connector_factory
-from tests.engine_scheduling.gates import GATES, STARTS, MakeGate
-from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request, fake_settings
+from tests.fakes.engine.transfer import FakeConnector, fake_connector_factory
 
 
 def test_start_up_order() -> None:
@@ -61,11 +64,29 @@ def test_start_up_order() -> None:
         happened.append(f"connector for {side.layout.block_size} tokens of {fingerprint}")
         return fake_connector_factory(side, fingerprint, wake)
 
-    core = EngineCore(fake_settings(), connect, start=start)
+    core = EngineCore(fake_settings(), Transfers(connect, STAGES), start=start)
     assert happened == ["executor, weights, KV cache", "connector for 4 tokens of fake:fake", "rank started"]
     assert core.info.num_blocks == 20 and core.scheduler.pool.num_blocks == 20
     assert (core.info.vocab_size, core.info.eos_token_ids) == (FAKE_VOCAB_SIZE, (FAKE_EOS,))
     assert core.info.control_address == "127.0.0.1:9"
+
+
+def test_the_time_of_the_whole_start_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """D13: from the weights to the connector."""
+    clock = Clock()
+
+    def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+        clock.now += 40.0
+        return start_fake_executor(settings)
+
+    def connect(side: Side, fingerprint: str, wake: Any) -> ConnectorPair:
+        clock.now += 2.5
+        return fake_connector_factory(side, fingerprint, wake)
+
+    caplog.set_level(logging.INFO, logger="engine.startup")
+    EngineCore(fake_settings(), Transfers(connect, STAGES), start=start, clock=clock)
+    lines = [text for text in caplog.messages if "has started" in text]
+    assert [line.partition(":")[0] for line in lines] == ["the engine has started in 42.500 s"]
 
 
 def test_failed_start_ends_the_executor() -> None:
@@ -79,7 +100,7 @@ def test_failed_start_ends_the_executor() -> None:
         raise TransferError("port taken")
 
     with pytest.raises(TransferError, match="port taken"):
-        EngineCore(fake_settings(), connect, start=start)
+        EngineCore(fake_settings(), Transfers(connect, STAGES), start=start)
     assert made[0].is_shut_down
 
 
@@ -211,7 +232,7 @@ def test_deadline_wakes_an_idle_loop(make_gate: MakeGate, start: ExecutorStart) 
     settings = fake_settings(remote_kv_timeout_seconds=0.02)
     plan = EnginePlan(
         settings=settings,
-        connector_factory=fake_connector_factory,
+        transfers=Transfers(fake_connector_factory, STAGES),
         start=start,
         idle_seconds=60.0,
         gate=make_gate(inbox),
@@ -257,7 +278,7 @@ def test_connector_wakes_an_idle_loop(make_gate: MakeGate, start: ExecutorStart)
 
     plan = EnginePlan(
         settings=fake_settings(),
-        connector_factory=connect,
+        transfers=Transfers(connect, STAGES),
         start=start,
         idle_seconds=60.0,
         gate=make_gate(inbox),
@@ -297,3 +318,28 @@ def test_start_errors_are_reported_unchanged() -> None:
     """A SettingError arrives with its kind and the name of the setting."""
     heard = loop_with(Inbox(), fake_settings(model=Path()))
     assert heard == [StartFailed("invalid_setting", "model is '.'; give the name of a fake", "model")]
+
+
+def test_the_last_report_of_an_engine_whose_step_failed_can_be_sent() -> None:
+    """A step fails that starts early, when the answers in it count as computed further than they are known.
+
+    A worker cannot send numbers below zero, and would lose the errors that come with them.
+    """
+    inbox, said = Inbox(), list[FromEngine]()
+
+    def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+        def fail(number: int) -> None:
+            if number == 6:
+                raise RuntimeError("it cannot start")
+
+        executor = DeviceExecutor(settings, fail)
+        executor.runs_ahead = False
+        return executor, executor.memory.num_blocks
+
+    for number in range(5):
+        inbox.put(AddRequest(fake_request(f"a{number}", [1, 2, number], max_tokens=50)))
+    assert not run_engine(EnginePlan(settings=fake_settings(), start=start), inbox, said.append)
+    last = [message for message in said if isinstance(message, StepOutputs)][-1]
+    assert len(last.outputs) == 5
+    assert (last.stats.num_running_reqs, last.stats.num_waiting_reqs) == (0, 0)
+    assert last.stats.num_queued_prompt_tokens == 0

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.batch.fair_steps import RECENT_SECONDS
-from engine.scheduling.batch.row_limit import MIN_ROWS, RowLimit
-from engine.testing.fakes import fake_answer
+from engine.scheduling.batch.fair_steps import MIN_ROWS, RECENT_SECONDS, RowLimit
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+from tests.fakes.engine.fakes import fake_answer
 from tests.soak_settings import machine_settings, soaked
 
 BASE_SECONDS = 0.004
@@ -84,8 +83,8 @@ def test_a_client_with_many_answers_does_not_make_others_steps_long() -> None:
     engine.step(15)
     before = engine.now
     engine.step(30)
-    few_rows = BASE_SECONDS * (1 + (MIN_ROWS + 1) / 8)
-    assert (engine.now - before) / 30 < MAX_SLOWDOWN * few_rows * 1.1
+    small_batch = BASE_SECONDS * (1 + (MIN_ROWS + 1) / 8)
+    assert (engine.now - before) / 30 < MAX_SLOWDOWN * small_batch * 1.1
     assert all(rows["alice"] == 1 and MIN_ROWS <= rows["mallory"] < 20 for rows in engine.rows[-30:])
     engine.step(30)
     assert engine.end("alice0#0.0").finish_reason == "length"
@@ -104,7 +103,7 @@ def test_a_limited_client_leaves_the_machine_idle_most_of_the_time() -> None:
     engine = crowded(BASE_SECONDS / 8)
     engine.step(10)
     assert engine.core.seconds_to_start() == 0
-    engine.core.abort_request("alice0", None)
+    engine.core.scheduler.abort_request("alice0", None)
     engine.step()
     before = engine.now
     engine.step()
@@ -112,7 +111,7 @@ def test_a_limited_client_leaves_the_machine_idle_most_of_the_time() -> None:
     engine.ask("alice", 1, 10)
     assert engine.core.seconds_to_start() == 0
     engine.step(2)
-    engine.core.abort_request("alice1", None)
+    engine.core.scheduler.abort_request("alice1", None)
     engine.step(2)
     assert engine.core.seconds_to_start() not in (0, None)
     engine.now += RECENT_SECONDS

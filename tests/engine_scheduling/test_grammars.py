@@ -13,14 +13,14 @@ from contract.outputs import FinishReason
 from contract.requests import ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar
 from engine.connector import FirstToken, Received
+from engine.grammar.building import load_vocabulary
 from engine.grammar.llguidance_matcher import build_matcher
-from engine.grammar.vocabulary import load_vocabulary
-from engine.scheduling.requests.status import RequestStatus
-from engine.testing.transfer import FakeConnector
+from engine.scheduling.requests.finish import RequestStatus
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SEND, SteppedEngine, fake_request
+from tests.fakes.engine.transfer import FakeConnector
 from tests.text.tiny_model import END, byte_ids, write_model
 
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 240.0
 WORD = Grammar("regex", "[a-f]{6}")
 FSM = RequestStatus.WAITING_FOR_FSM
 REMOTE = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -124,7 +124,7 @@ def test_it_waits_without_blocks_then_matches(engine: Engine) -> None:
     engine.run()
     assert len(engine.tokens("plain#0.0")) == 2, "others go on"
     assert engine.status(key) is FSM and engine.pool.num_blocks_of(key) == 0
-    assert engine.scheduler.load.get_request_counts() == (0, 1) and not engine.core.needs_step()
+    assert engine.request_counts() == (0, 1) and not engine.core.needs_step()
     engine.compile()
     engine.run()
     assert engine.tokens(key)[-1] == END and engine.end(key).finish_reason is FinishReason.STOP

@@ -10,9 +10,7 @@ from contract.errors import DeadlineError, InvalidRequestError, NotFoundError
 from contract.requests import HandOff
 from engine.hosting.messages import AddRequest, Call, CallResult, FromEngine, Shutdown, StepOutputs
 from engine.mailbox import Mailbox
-from engine.stepping.dispatch import Inbox
-from engine.stepping.loop import StepLoop
-from engine.testing.fakes import fake_answer
+from engine.stepping.loop import Inbox, StepLoop
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,
@@ -22,6 +20,7 @@ from tests.engine_scheduling.stepping import (
     fake_request,
     receiving,
 )
+from tests.fakes.engine.fakes import fake_answer
 
 NUM_TOKENS = 12
 
@@ -135,9 +134,9 @@ def test_a_cancel_of_the_next_attempt_ends_the_lease(is_ordered: bool, attempt: 
     engine.hand_off(order_of("r"))
     if is_ordered:
         engine.run()
-    engine.core.abort_request("r", 0)
-    assert list(engine.scheduler.remote_kv.leases) == ["r#0.1"] and "r#0.1" in engine.connector.sends
-    engine.core.abort_request("r", attempt, 0)
+    engine.core.scheduler.abort_request("r", 0)
+    assert list(engine.scheduler.remote_kv.sender.leases) == ["r#0.1"] and "r#0.1" in engine.connector.sends
+    engine.core.scheduler.abort_request("r", attempt, 0)
     assert engine.connector.sends["r#0.1"].end == "cancelled"
     engine.run()
     engine.connector.end_lease("r#0.1")

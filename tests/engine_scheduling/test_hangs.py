@@ -15,16 +15,18 @@ import pytest
 from contract.errors import UnavailableError
 from contract.layout import Side
 from engine.client import ProcessClient
+from engine.connecting import Transfers
 from engine.connector import ConnectorPair, SingleRankConnector
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
-from engine.testing.fakes import FakeExecutor, fake_answer
-from engine.testing.transfer import FakeConnector, fake_connector_factory
+from roles.table import STAGES
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.engine_scheduling.test_clients import answer_of
+from tests.fakes.engine.fakes import FakeExecutor, fake_answer
+from tests.fakes.engine.transfer import FakeConnector, fake_connector_factory
 
 HANG_TOKEN, COMPUTE_TOKEN = 17, 18
-COMPUTING_SECONDS = 1.5
+COMPUTING_SECONDS = 0.8
 QUICK = {"peer_timeout_seconds": 0.6, "step_timeout_seconds": 0.6}
 pytestmark = pytest.mark.timeout(120)
 
@@ -57,13 +59,14 @@ class StuckConnector(FakeConnector):
 
 def stuck_factory(side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
     connector = StuckConnector(wake)
-    return ConnectorPair(connector, SingleRankConnector(connector.rank), "127.0.0.1:9")
+    ranks = SingleRankConnector(connector.rank)
+    return ConnectorPair(connector, ranks, "127.0.0.1:9", progress=connector.progress)
 
 
 @asynccontextmanager
 async def hanging(factory: Any = fake_connector_factory, **changes: float) -> AsyncIterator[ProcessClient]:
     settings = fake_settings(**{**QUICK, **changes})
-    client = await ProcessClient.start(settings, factory, start=start_hanging)
+    client = await ProcessClient.start(settings, Transfers(factory, STAGES), start=start_hanging)
     try:
         yield client
     finally:

@@ -1,7 +1,7 @@
 """Steps in which prompts are computed and answers go on."""
 
-from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request, receiving
+from tests.fakes.engine.fakes import fake_answer
 
 
 def test_prompts_beside_answers_get_less_of_a_step() -> None:

@@ -6,22 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.stepping.pacing import StepPacing, steps_to_delay
-from engine.testing.fakes import fake_answer
+from engine.stepping.gate import StepPacing, steps_to_delay
+from tests.clock import Clock
 from tests.engine_scheduling.stepping import PROMPT, SteppedEngine, fake_request, receiving
+from tests.fakes.engine.fakes import fake_answer
 from tests.soak_settings import machine_settings
 
 STEP_SECONDS = 2.0
-
-
-class Clock:
-    """Stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def stepping(share: float) -> tuple[StepPacing, Clock]:
@@ -34,9 +25,9 @@ def stepping(share: float) -> tuple[StepPacing, Clock]:
 
 def step(pacing: StepPacing, clock: Clock) -> float:
     """Returns for how long it was held."""
-    held = pacing.started()
+    held = pacing.on_start()
     clock.now += STEP_SECONDS
-    pacing.ended(is_empty=False)
+    pacing.on_end(is_empty=False)
     return held
 
 
@@ -87,7 +78,7 @@ def test_a_step_is_held_until_the_one_that_is_expected_is_there() -> None:
 def test_the_first_request_after_a_rest_waits_for_those_that_come_with_it() -> None:
     pacing, clock = stepping(share=0.1)
     clock.now += 50 * STEP_SECONDS
-    pacing.idle_ended()
+    pacing.on_idle_end()
     assert pacing.seconds_to_delay(clock.now + 0.1) > 0
     assert step(pacing, clock) == 0, "they came at once"
 
@@ -107,9 +98,9 @@ def test_no_more_than_its_share_of_the_time_is_spent(share: float) -> None:
 def test_an_interrupted_step_counts_as_held_and_is_not_measured() -> None:
     pacing, clock = stepping(share=0.1)
     for _ in range(3):
-        pacing.started()
+        pacing.on_start()
         clock.now += 0.2 * STEP_SECONDS
-        pacing.interrupted()
+        pacing.on_interrupt()
     assert step(pacing, clock) == pytest.approx(0.6 * STEP_SECONDS)
     assert pacing.seconds_to_delay(clock.now + 0.25 * STEP_SECONDS) == pytest.approx(0.4 * STEP_SECONDS)
 
@@ -117,7 +108,7 @@ def test_an_interrupted_step_counts_as_held_and_is_not_measured() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_a_step_is_interrupted_in_its_first_half_only(share: float) -> None:
     pacing, clock = stepping(share)
-    pacing.started()
+    pacing.on_start()
     clock.now += 0.49 * STEP_SECONDS
     assert pacing.may_interrupt() is (share > 0)
     clock.now += 0.02 * STEP_SECONDS
@@ -129,29 +120,29 @@ def test_steps_are_not_interrupted_for_ever() -> None:
     pacing, clock = stepping(share=0.1)
     num_interrupted = 0
     for _ in range(100):
-        pacing.started()
+        pacing.on_start()
         clock.now += 0.4 * STEP_SECONDS
         if pacing.may_interrupt():
             num_interrupted += 1
-            pacing.interrupted()
+            pacing.on_interrupt()
             step(pacing, clock)
         else:
             clock.now += 0.6 * STEP_SECONDS
-            pacing.ended(is_empty=False)
+            pacing.on_end(is_empty=False)
     assert 10 <= num_interrupted <= (4 + 100 * 0.1) / 0.4
 
 
 def test_a_first_step_is_not_interrupted() -> None:
     pacing = StepPacing(0.1, Clock())
-    pacing.started()
+    pacing.on_start()
     assert not pacing.may_interrupt()
 
 
 def test_an_empty_step_is_not_measured() -> None:
     pacing, clock = stepping(share=0.1)
     for _ in range(20):
-        pacing.started()
-        pacing.ended(is_empty=True)
+        pacing.on_start()
+        pacing.on_end(is_empty=True)
     assert pacing.seconds_to_delay(clock.now + 0.25 * STEP_SECONDS) == pytest.approx(0.4 * STEP_SECONDS)
 
 
@@ -180,7 +171,7 @@ def test_a_core_holds_a_step_for_kv_that_is_about_to_arrive() -> None:
     engine.connector.expected = None
     assert engine.core.seconds_to_start() == 0, "it is here"
     engine.step()
-    assert engine.scheduler.load.get_request_counts() == (2, 0)
+    assert engine.request_counts() == (2, 0)
     assert engine.core.call("counters", [])["step_held_seconds_total"] == pytest.approx(0.2 * STEP_SECONDS)
 
 
@@ -244,7 +235,7 @@ def test_a_step_restarts_for_a_request_that_arrives_early_in_it(part: float) -> 
     assert len(engine.tokens("r#0.0")) == num_tokens + (0 if is_early else 1)
     assert engine.executor.runner.num_forward_passes == passes + (0 if is_early else 1)
     engine.step()
-    assert engine.scheduler.load.get_request_counts() == (2, 0)
+    assert engine.request_counts() == (2, 0)
     held = engine.core.call("counters", [])["step_held_seconds_total"]
     assert held == pytest.approx(part * STEP_SECONDS if is_early else 0.0)
     engine.connector.attach(lambda: None)

@@ -5,9 +5,15 @@ import pytest
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.outputs import FinishReason
 from contract.requests import EngineRequest, PoolingParams, SendTransfer
-from engine.scheduling.requests.status import RequestStatus
-from engine.testing.fakes import FAKE_MAX_MODEL_LEN, FAKE_VOCAB_SIZE, NAN_TOKEN, fake_answer, fake_embedding
+from engine.scheduling.requests.finish import RequestStatus
 from tests.engine_scheduling.stepping import PROMPT, SEND, SteppedEngine, fake_request
+from tests.fakes.engine.fakes import (
+    FAKE_MAX_MODEL_LEN,
+    FAKE_VOCAB_SIZE,
+    NAN_TOKEN,
+    fake_answer,
+    fake_embedding,
+)
 
 LAST, MEAN = PoolingParams("last"), PoolingParams("mean")
 LONG = list(range(100, 170))

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling.requests.status import RequestStatus
-from engine.testing.fakes import fake_answer
+from engine.scheduling.requests.finish import RequestStatus
 from tests.engine_scheduling.stepping import (
     RECEIVE,
     SEND,
@@ -14,6 +13,7 @@ from tests.engine_scheduling.stepping import (
     fake_request,
     receiving,
 )
+from tests.fakes.engine.fakes import fake_answer
 
 
 def cramped(num_blocks: int = 8, **changes: Any) -> SteppedEngine:

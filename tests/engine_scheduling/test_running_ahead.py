@@ -7,14 +7,14 @@ import pytest
 
 from contract.outputs import FinishReason
 from engine.outputs import SchedulerOutput
-from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, arrive, fake_request, receiving
-from tests.engine_scheduling.test_drafts import Watched, scarce
+from tests.engine_scheduling.test_next_step import Watched, scarce
+from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
 
 
 def ahead(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Watched:
     """Return an engine whose steps run ahead, and whose orders are recorded."""
-    watched = Watched(monkeypatch, drafts=True, starts_early=True, **changes)
+    watched = Watched(monkeypatch, is_prepared=True, starts_early=True, **changes)
     watched.engine.executor.runs_ahead = True
     return watched
 
@@ -29,7 +29,7 @@ def test_no_answer_changes(monkeypatch: pytest.MonkeyPatch, num_blocks: int, max
     """Law 6: requests come and go, stop, are preempted and aborted; the KV of each is checked before each pass."""
     changes = scarce(num_blocks, max_num_seqs)
     for seed in range(5):
-        plainly = Watched(monkeypatch, drafts=False, **changes)
+        plainly = Watched(monkeypatch, is_prepared=False, **changes)
         plainly.live(Random(seed))
         one = ahead(monkeypatch, **changes)
         one.live(Random(seed))

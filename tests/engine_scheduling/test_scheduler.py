@@ -4,9 +4,9 @@ import pytest
 
 from contract.outputs import FinishReason
 from contract.sampling import SamplingParams
-from engine.scheduling.requests.status import RequestStatus
-from engine.testing.fakes import FAKE_EOS, NAN_TOKEN, fake_answer
+from engine.scheduling.requests.finish import RequestStatus
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
+from tests.fakes.engine.fakes import FAKE_EOS, NAN_TOKEN, fake_answer
 
 
 def test_add_request_only_enqueues_and_each_step_advances_by_one_token() -> None:
@@ -15,7 +15,8 @@ def test_add_request_only_enqueues_and_each_step_advances_by_one_token() -> None
     engine.add(fake_request("a", [1, 2, 3], max_tokens=3, priority=2, client_index=0, cache_salt="s"))
     assert engine.executor.runner.num_forward_passes == 0
     request = engine.scheduler.requests["a#0.0"]
-    assert (request.priority, request.client_index, request.asked.cache_salt) == (2, 0, "s")
+    asked = request.engine_request
+    assert (asked.priority, asked.client_index, asked.cache_salt) == (2, 0, "s")
     assert request.structured_output_request is None
     for num_tokens in (1, 2, 3):
         engine.step()
@@ -89,15 +90,13 @@ def test_no_more_than_max_num_seqs_run() -> None:
     """A27, B15: the others wait, and are counted as waiting."""
     engine = SteppedEngine(max_num_seqs=2)
     engine.add(*(fake_request(f"r{n}", [n + 1], max_tokens=2) for n in range(3)))
-    assert engine.scheduler.load.get_request_counts() == (0, 3)
+    assert engine.request_counts() == (0, 3)
     engine.step()
-    assert engine.scheduler.load.get_request_counts() == (2, 1)
-    assert engine.scheduler.load.get_num_unfinished_requests() == 3
-    assert (
-        engine.scheduler.load.has_unfinished_requests() and not engine.scheduler.load.has_finished_requests()
-    )
+    assert engine.request_counts() == (2, 1)
+    assert len(engine.scheduler.requests) == 3
+    assert engine.scheduler.requests and not engine.scheduler.live.finished_req_ids
     engine.step()
-    assert engine.scheduler.load.has_finished_requests() and engine.scheduler.load.has_requests()
+    assert engine.scheduler.live.finished_req_ids and engine.scheduler.load.has_requests()
     engine.run()
     assert not engine.scheduler.load.has_requests()
 

@@ -12,8 +12,8 @@ from contract.outputs import FinishReason
 from contract.requests import EngineRequest, HandOff, ReceiveTransfer, SendTransfer
 from engine.scheduling.blocks.block_pool import blocks_needed
 from engine.scheduling.requests.request import Request
-from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
+from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
 from tests.soak_settings import machine_settings, soaked
 
 KINDS: list[SendTransfer | ReceiveTransfer | None] = [None, SEND, RECEIVE]
@@ -33,7 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_cache_bytes=14, max_num_batched_tokens=6, max_num_seqs=3, remote_kv_timeout_seconds=5.0
         )
         self.engine.executor.runs_ahead = self.runs_ahead
-        self.asked: dict[str, EngineRequest] = {}
+        self.engine_request: dict[str, EngineRequest] = {}
         self.num_requests = 0
         self.dismissed: dict[str, set[int]] = {}
         self.handed_off: dict[str, HandOff] = {}
@@ -47,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def ask(self, request: EngineRequest) -> None:
         for choice in request.choices:
             one = request.of_choice(choice)
-            self.asked[one.key] = one
+            self.engine_request[one.key] = one
         self.num_requests += 1
         self.engine.add(request)
 
@@ -86,13 +86,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         )
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.engine_request)
     @rule(data=st.data(), kind=st.sampled_from(KINDS), num_delivered=st.integers(0, 11))
     def replay(
         self, data: st.DataObject, kind: SendTransfer | ReceiveTransfer | None, num_delivered: int
     ) -> None:
         """The next attempt of a request, whether the one before has ended or still runs (a zombie's)."""
-        old = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
+        old = self.engine_request[data.draw(st.sampled_from(sorted(self.engine_request)))]
         attempt = self.next_attempt(old.request_id)
         prompt, max_tokens = self.original_prompt(old), old.sampling.max_tokens
         num_delivered = min(num_delivered, max_tokens - 1)
@@ -113,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     def next_attempt(self, request_id: str) -> int:
-        attempts = [r.attempt for r in self.asked.values() if r.request_id == request_id]
+        attempts = [r.attempt for r in self.engine_request.values() if r.request_id == request_id]
         moves = [order.next_attempt for order in self.handed_off.values() if order.request_id == request_id]
         return 1 + max(attempts + moves)
 
@@ -122,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def hand_off(self, data: st.DataObject) -> None:
         """A request that decodes ends with the tokens that it has emitted, and lends their KV; others stay as they were."""
         keys = [request.key for request in self.engine.scheduler.queues.running]
-        asked = self.engine.scheduler.requests[data.draw(st.sampled_from(keys))].asked
+        asked = self.engine.scheduler.requests[data.draw(st.sampled_from(keys))].engine_request
         next_attempt = self.next_attempt(asked.request_id)
         order = HandOff(
             request_id=asked.request_id,
@@ -197,15 +197,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         keys = sorted(self.engine.scheduler.requests)
         self.engine.core.abort(data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)))
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.engine_request)
     @rule(data=st.data(), is_whole=st.booleans(), is_one_choice=st.booleans())
     def abort_request(self, data: st.DataObject, is_whole: bool, is_one_choice: bool) -> None:
         """Up to an attempt, or all of them, one choice or all: what is concerned is gone at once, and nothing else.
 
         A request that still stands for several choices goes on for those that are left.
         """
-        asked = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
-        live = {key: request.asked for key, request in self.engine.scheduler.requests.items()}
+        asked = self.engine_request[data.draw(st.sampled_from(sorted(self.engine_request)))]
+        live = {key: request.engine_request for key, request in self.engine.scheduler.requests.items()}
         choice = asked.choice if is_one_choice else None
         attempt = None if is_whole else asked.attempt
         concerned = set()
@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 dismissed |= own
                 if dismissed.issuperset(request.choices):
                     concerned.add(key)
-        self.engine.core.abort_request(asked.request_id, attempt, choice)
+        self.engine.core.scheduler.abort_request(asked.request_id, attempt, choice)
         assert set(self.engine.scheduler.requests) == set(live) - concerned
 
     @rule()
@@ -227,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def answers_are_right_so_far(self) -> None:
         self.engine.core.call("check_integrity", [])
-        for key, request in self.asked.items():
+        for key, request in self.engine_request.items():
             tokens = self.engine.tokens(key)
             prompt, max_tokens = self.original_prompt(request), request.sampling.max_tokens
             answer = fake_answer(prompt, max_tokens, request.choice)
@@ -240,9 +240,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """
         queues = self.engine.scheduler.queues
         receiver = self.engine.scheduler.remote_kv.receiver
-        assert receiver is not None
         assert not queues.running and not queues.arrived
-        firsts = [queues.waiting.first_of(client) for client in queues.waiting.clients]
+        firsts = [next(queues.waiting.of(client)) for client in queues.waiting.clients]
         if unserved := receiver.unserved:
             firsts = [min([unserved, *firsts], key=lambda request: request.precedence)]
         assert not firsts or not all(map(self._fits, firsts))
@@ -251,7 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Return whether there are blocks for a request that waits for some."""
         receiver = self.engine.scheduler.remote_kv.receiver
         pool = self.engine.pool
-        is_fetched = receiver is not None and request is receiver.unserved
+        is_fetched = request is receiver.unserved
         cached = pool.find_cached(request.block_hashes if is_fetched else request.reusable_hashes)
         num_blocks = blocks_needed(request.num_tokens + is_fetched, pool.block_size)
         return pool.can_allocate(num_blocks - len(cached), cached)
@@ -273,8 +272,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             engine.run()
             self.assert_idle_for_a_reason()
             rounds += 1
-            assert rounds <= 2 * len(self.asked) + 2, "some request never ends"
-        for key, request in self.asked.items():
+            assert rounds <= 2 * len(self.engine_request) + 2, "some request never ends"
+        for key, request in self.engine_request.items():
             self._check_end(key, request)
         states = engine.pool.count_by_state()
         assert (states["held"], states["quarantined"]) == (0, 0)

@@ -2,9 +2,9 @@
 
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
-from engine.scheduling.requests.status import RequestStatus
-from engine.testing.fakes import FAKE_EOS, fake_answer
+from engine.scheduling.requests.finish import RequestStatus
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+from tests.fakes.engine.fakes import FAKE_EOS, fake_answer
 
 
 def test_a_step_advances_every_running_request_by_one_token() -> None:

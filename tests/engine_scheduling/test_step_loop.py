@@ -13,18 +13,18 @@ from engine.hosting.running import EnginePlan, run_engine
 from engine.mailbox import Mailbox
 from engine.scheduling.stats import SchedulerStats
 from engine.settings import EngineSettings
-from engine.stepping.dispatch import WAKE, Inbox
 from engine.stepping.gate import PacedGate, Work
-from engine.stepping.loop import StepLoop
-from engine.testing.fakes import FakeExecutor, fake_answer, start_fake_executor
+from engine.stepping.loop import WAKE, Inbox, Put, StepLoop
 from tests.engine_scheduling.gates import AllowingGate, DeviceExecutor
 from tests.engine_scheduling.stepping import fake_request, fake_settings
+from tests.fakes.engine.fakes import FakeExecutor, fake_answer, start_fake_executor
 
 
 class BusyCore:
     """Always has work, starts steps early where it may, and gets a request in its third step."""
 
     def __init__(self, inbox: Inbox) -> None:
+        self.gate = PacedGate(0.0, lambda: 0.0)
         self.step_in_flight = False
         self.happened: list[str] = []
         self._inbox = inbox
@@ -44,7 +44,7 @@ class BusyCore:
         self.step_in_flight = may_start_early()
         return {}
 
-    def take_urgent(self) -> dict[int, list[EngineOutput]]:
+    def flush_urgent(self) -> dict[int, list[EngineOutput]]:
         return {}
 
     def add_request(self, request: EngineRequest) -> None:
@@ -117,7 +117,7 @@ def test_a_gate_starts_one_step_each_time_that_it_is_allowed(num_tokens: int) ->
         gate.allow()
         inbox.put(WAKE)
 
-    def make() -> AllowingGate:
+    def make(_: Put) -> AllowingGate:
         gates.append(AllowingGate(ask))
         return gates[0]
 
@@ -144,7 +144,7 @@ def test_no_step_begins_on_a_device_without_the_permission_of_its_gate(at_once: 
         gate.allow(at_once)
         inbox.put(WAKE)
 
-    def make() -> AllowingGate:
+    def make(_: Put) -> AllowingGate:
         gates.append(AllowingGate(ask))
         return gates[0]
 
@@ -197,6 +197,7 @@ class SettlingCore:
     """Has no work. Its state changes once, without outputs, after it was reported."""
 
     def __init__(self, inbox: Inbox) -> None:
+        self.gate = PacedGate(0.0, lambda: 0.0)
         self.step_in_flight = False
         self.scheduler = self
         self.load = self
@@ -213,7 +214,7 @@ class SettlingCore:
     def seconds_to_deadline(self) -> None:
         return None
 
-    def take_urgent(self) -> dict[int, list[EngineOutput]]:
+    def flush_urgent(self) -> dict[int, list[EngineOutput]]:
         return {}
 
     def note(self, message: FromEngine) -> None:

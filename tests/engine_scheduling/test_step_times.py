@@ -3,7 +3,7 @@
 import pytest
 
 from engine.outputs import SchedulerOutput
-from engine.scheduling.batch.step_times import StepTimes
+from engine.scheduling.load import StepTimes
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from contract.errors import InternalError
 from contract.outputs import FinishReason
 from contract.requests import SendTransfer
-from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.requests.finish import RequestStatus
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,
@@ -134,10 +134,10 @@ def test_abort_after_the_first_token_ends_the_lease() -> None:
     engine = SteppedEngine()
     engine.add(fake_request("p", PROMPT, transfer=SEND, attempt=1))
     engine.run()
-    engine.core.abort_request("p", 0)
-    engine.core.abort_request("other", None)
+    engine.core.scheduler.abort_request("p", 0)
+    engine.core.scheduler.abort_request("other", None)
     assert engine.connector.sends["p#0.1"].end == "finished"
-    engine.core.abort_request("p", 1)
+    engine.core.scheduler.abort_request("p", 1)
     assert engine.connector.sends["p#0.1"].end == "cancelled"
     engine.connector.end_lease("p#0.1")
     engine.run()

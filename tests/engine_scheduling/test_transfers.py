@@ -4,8 +4,7 @@ import pytest
 
 from contract.outputs import FinishReason
 from contract.sampling import choice_seed
-from engine.scheduling.requests.status import RequestStatus
-from engine.testing.fakes import NAN_TOKEN, fake_answer
+from engine.scheduling.requests.finish import RequestStatus
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,
@@ -15,6 +14,7 @@ from tests.engine_scheduling.stepping import (
     fake_request,
     receiving,
 )
+from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
 
 # The prefill leg.
 

@@ -7,12 +7,11 @@ import pytest
 from contract.errors import OverloadedError
 from contract.outputs import FinishReason
 from contract.requests import EngineRequest
-from engine.scheduling.requests.finish import Finish
+from engine.scheduling.requests.finish import Finish, RequestStatus
 from engine.scheduling.requests.request import Request
-from engine.scheduling.requests.status import RequestStatus
 from engine.scheduling.waits.waits import Ready
-from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SteppedEngine, arrive, fake_request
+from tests.fakes.engine.fakes import fake_answer
 
 ADAPTER_SECONDS = 7.0
 
@@ -34,10 +33,10 @@ class AdapterStage:
         return bool(self._ready)
 
     def needs_wait(self, request: Request) -> bool:
-        return bool(request.asked.cache_salt)
+        return bool(request.engine_request.cache_salt)
 
     def start(self, request: Request) -> None:
-        if request.asked.cache_salt == "too large":
+        if request.engine_request.cache_salt == "too large":
             raise OverloadedError("no room for this adapter")
         self.loading[request.key] = request
 
@@ -45,7 +44,7 @@ class AdapterStage:
         """End the load of an adapter. finish: how its request finishes, if it failed."""
         self._ready.append(Ready(self.loading[key] if finish else self.loading.pop(key), finish))
 
-    def take_ready(self) -> Sequence[Ready]:
+    def pop_ready(self) -> Sequence[Ready]:
         ready, self._ready = self._ready, []
         return ready
 

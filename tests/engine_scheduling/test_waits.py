@@ -6,9 +6,7 @@ import pytest
 
 from contract.outputs import EngineOutput
 from engine.connector import FirstToken, Received
-from engine.scheduling.requests.status import RequestStatus
-from engine.testing.fakes import FAKE_VOCAB_SIZE
-from engine.testing.transfer import FakeConnector
+from engine.scheduling.requests.finish import RequestStatus
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,
@@ -17,6 +15,8 @@ from tests.engine_scheduling.stepping import (
     arrive,
     fake_request,
 )
+from tests.fakes.engine.fakes import FAKE_VOCAB_SIZE
+from tests.fakes.engine.transfer import FakeConnector
 
 OWN = 50.0
 

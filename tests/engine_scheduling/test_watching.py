@@ -8,8 +8,14 @@ import sys
 import hypothesis.strategies as st
 from hypothesis import given
 
-from engine.hosting.processor_time import processor_nanoseconds, queued_nanoseconds
-from engine.hosting.watching import COMPUTING_FACTOR, STEP_LOOP, EngineWatch, LivenessTimeouts
+from engine.hosting.watching import (
+    COMPUTING_FACTOR,
+    STEP_LOOP,
+    EngineWatch,
+    LivenessTimeouts,
+    processor_nanoseconds,
+    queued_nanoseconds,
+)
 
 TIMEOUTS = LivenessTimeouts(stopped_seconds=3.0, hung_seconds=30.0)
 SECOND = 10**9

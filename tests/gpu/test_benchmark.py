@@ -92,9 +92,8 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
     assert (streams["num_errors"], streams["streams"]) == (0, 4), streams
     assert streams["elapsed_seconds"] > 2 and streams.keys() >= {f"{part}_p50_ms" for part in QUEUE_PARTS}
     assert streams["answers"] >= 4 and 0 < streams["ttft_p50_ms"] <= streams["ttft_p99_ms"]
-    assert [
-        (row["batch"], row["error"] < 0.02, row["error_before"] < 0.02) for row in parts["few_rows"]["rows"]
-    ] == [(batch, True, True) for batch in DRY.batches]
+    small = [(row["batch"], row["error"], row["error_before"]) for row in parts["small_batch"]["rows"]]
+    assert [batch for batch, *errors in small if max(errors) < 0.02] == list(DRY.batches)
     assert {row["way"] for row in parts["draws"]["rows"]} == {"torch"}
     assert all(row["us"] > 0 for row in parts["draws"]["rows"])
     assert [(row["launch"], row["error"] < 0.02) for row in parts["chunk"]["rows"]] == [

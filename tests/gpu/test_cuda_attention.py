@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from contract.errors import SettingError
-from engine.attention.backend import create_backend
-from engine.attention.choice import Needs, choose_backend
+from engine.attention.backend import Needs, choose_backend, create_backend
 from engine.compute.inputs import PreparedInputs
 from engine.compute.recording import CudaRecorder
 from tests.attention_cases import (

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from engine.fp8.linear import FP8, LARGEST, SMALLEST_SCALE, Fp8Linear, by_scale, by_token
+from engine.models.linear import DenseLinear
 from engine.models.loading import load
 from tests.checkpoints import make_checkpoint
 from tests.fp8_checkpoints import FIXED, TOKEN, make_fp8, quantization
@@ -28,7 +29,7 @@ def _needs_units() -> None:
 @pytest.mark.parametrize("size", [64, 4096, 14336])
 def test_numbers_are_those_of_the_cpu(input_scale: float | None, size: int) -> None:
     """Bit by bit, by our kernel."""
-    from engine.fp8.rows import quantised
+    from engine.fused.rows import quantised
 
     states = torch.randn(17, size, generator=torch.Generator().manual_seed(1)).bfloat16()
     scale = None if input_scale is None else torch.tensor([input_scale])
@@ -43,7 +44,7 @@ def test_numbers_are_those_of_the_cpu(input_scale: float | None, size: int) -> N
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 48), (4096, 6144), (14336, 4096)])
 def test_products_are_those_of_the_cpu(num_tokens: int, num_inputs: int, num_outputs: int) -> None:
     generator = torch.Generator().manual_seed(2)
-    layer = Fp8Linear(nn.Linear(num_inputs, num_outputs, bias=False), False, None)
+    layer = Fp8Linear(DenseLinear(num_inputs, num_outputs, bias=False), False, None)
     layer.weight = nn.Parameter(torch.randn(num_outputs, num_inputs, generator=generator).to(FP8), False)
     layer.weight_scale = nn.Parameter(torch.rand(num_outputs, 1, generator=generator) + 0.5, False)
     states = torch.randn(num_tokens, num_inputs, generator=generator).bfloat16()

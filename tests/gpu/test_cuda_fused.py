@@ -8,14 +8,14 @@ import torch
 from engine.attention.backend import create_backend
 from engine.compute.forward_plain import PlainForward
 from engine.compute.profiling import profile_inputs
-from engine.fused.few_tiles import Form, Tiles, tiles_of
+from engine.fused.small_batch_tiles import Form, Tiles, tiles_of
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
 from engine.models.loading import load
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.few_rows_cases import ROW, ROWS, SPLIT, FewCase, check_few_rows, check_rows_alone
 from tests.fused_cases import HEADS, check_gate, check_norm, check_turn
+from tests.small_batch_cases import ROW, ROWS, SPLIT, FewCase, check_few_rows, check_rows_alone
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -65,9 +65,9 @@ def test_a_row_does_not_depend_on_others(tiles: Tiles) -> None:
     check_rows_alone(FewCase(Form.ADDED, tiles, 13, 1536, 512), torch.bfloat16, CUDA)
 
 
-@pytest.mark.parametrize("has_few_rows", [False, True])
+@pytest.mark.parametrize("has_small_batch", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_few_rows: bool) -> None:
+def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_small_batch: bool) -> None:
     """In float32, without a cache; the golden tests check the rest."""
     make_checkpoint(tmp_path, family)
     states = {}
@@ -78,10 +78,10 @@ def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_few_rows:
         model: LanguageModel = loaded.model
         if device.type == "cuda":
             from engine.fused.decoder import FusedDecoder
-            from engine.fused.few_rows import FewRows
+            from engine.fused.small_batch import SmallBatch
 
-            few_rows = FewRows(CUDA, [torch.float32] if has_few_rows else [])
-            model = FusedDecoder(loaded.model, loaded.config, few_rows)
+            small_batch = SmallBatch(CUDA, [torch.float32] if has_small_batch else [])
+            model = FusedDecoder(loaded.model, loaded.config, small_batch)
         with torch.inference_mode():
             forward = PlainForward(model, create_backend("torch"), 16, device)
             states[device.type] = forward.forward(profile_inputs([5, 1, 9]), None).cpu()

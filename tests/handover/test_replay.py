@@ -95,7 +95,8 @@ async def replay(pair: EnginePair, case: Case, name: str, delivered: list[int]) 
     prompt, first_index = [*PROMPT, *delivered], len(delivered)
     fields = {"attempt": 1, "first_index": first_index, **case.fields}
     first, rest = await pair.ask(name, prompt, case.sampling, **fields)
-    return [*first, *rest]
+    # The first token may end the answer and its lease, on which a read of the other leg then fails.
+    return first if any(output.finish_reason for output in first) else [*first, *rest]
 
 
 async def recompute(pair: EnginePair, case: Case, name: str, delivered: list[int]) -> list[EngineOutput]:

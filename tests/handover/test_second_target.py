@@ -9,8 +9,10 @@ import torch
 from contract.identity import Role
 from contract.outputs import FinishReason
 from engine.client import InProcessClient
+from engine.connecting import Transfers
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
+from roles.table import STAGES
 from tests.checkpoints import make_checkpoint
 from tests.engine_pair import running_pair, transfer_factory
 from tests.handover.handing_off import Moving
@@ -33,7 +35,7 @@ async def test_another_engine_fetches_what_the_first_one_could_not_verify(model:
     third = TransferFactory(settings.model_copy(update={"worker_id": "third", "boot_id": "boot-third"}))
     async with running_pair(model, damage) as pair:
         other = await InProcessClient.start(
-            EngineSettings(model=model, dtype="float32", kv_cache_bytes=16 * 2**20), third
+            EngineSettings(model=model, dtype="float32", kv_cache_bytes=16 * 2**20), Transfers(third, STAGES)
         )
         try:
             moving = Moving(request)

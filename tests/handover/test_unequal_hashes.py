@@ -4,11 +4,11 @@ import msgspec
 
 from contract.requests import EngineRequest, ReceiveTransfer
 from contract.sampling import SamplingParams
+from decode_service.kv_receiver import KVReceiver
 from engine.connector import Published
 from engine.scheduling.blocks.block_pool import BlockPool
-from engine.scheduling.remote.kv_receiver import KVReceiver
 from engine.scheduling.requests.request import Request
-from engine.testing.transfer import FakeConnector
+from tests.fakes.engine.transfer import FakeConnector
 
 OURS, THEIRS = "w@float32", "w@float32 from w@bfloat16/bfloat16"
 SIZE = 4

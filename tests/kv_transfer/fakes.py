@@ -24,7 +24,12 @@ from engine.connector import (
 )
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.transport import ReceiverTransport, TransportContext, TransportSettings
+from kv_transfer.transports.transport import (
+    ReceiverTraits,
+    ReceiverTransport,
+    TransportContext,
+    TransportSettings,
+)
 
 NUM_EARLY_CHECKS = 3
 """Number of times that the ``shm`` receiver checks for a stop, up to and including its first block."""
@@ -57,6 +62,7 @@ class ByteMemory:
     """
 
     pool_view: memoryview | None = None
+    device_pool = None
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
@@ -163,6 +169,8 @@ class CorruptingReceiver:
     to damage; None is all. transport: damage only reads over this one.
     """
 
+    traits = ReceiverTraits()
+
     def __init__(
         self,
         inner: ReceiverTransport,
@@ -221,6 +229,7 @@ class TransferDriver:
         self.scheduler = pair.scheduler
         self.sender = pair.scheduler.sender
         self.receiver = pair.scheduler.receiver
+        self.expecting = pair.expecting
         self.rank = pair.ranks.in_process()
         self.address = pair.address
         self.rank.start(self.memory)
@@ -247,8 +256,8 @@ class TransferDriver:
     def _compute(self, watch: LayerWatch) -> None:
         for number in range(1, self.memory.layout.num_layers + 1):
             self.compute_layer(number)
-            watch.stored(number)
-        watch.computed()
+            watch.on_stored(number)
+        watch.on_computed()
 
     def wait_for(self, condition: Callable[[], object], what: str, timeout_seconds: float = 30.0) -> None:
         """Step whenever woken until ``condition`` holds. Raises TimeoutError."""

@@ -18,7 +18,7 @@ from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.nixl.agent import NixlLibrary, load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.receiver import NixlReceiver
+from kv_transfer.transports.nixl.receiver import NixlReceiver, SlowReads
 from kv_transfer.transports.nixl.sender import NixlSender
 from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.fakes import ByteMemory, context_of
@@ -72,12 +72,17 @@ class NixlPort:
 class Reader:
     """A receiver with a pool of its own, which is registered as a worker's is."""
 
-    def __init__(self, library: NixlLibrary | None = None, timeout_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        library: NixlLibrary | None = None,
+        timeout_seconds: float = 30.0,
+        slow_reads: SlowReads | None = None,
+    ) -> None:
         self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
         self._sender = NixlSender(context_for("reader", Sessions(), []), library or load("127.0.0.1"))
         self.nixl_thread = self._sender.nixl_thread
         self._sender.start(self.memory)
-        self.receiver = NixlReceiver(self.nixl_thread, timeout_seconds)
+        self.receiver = NixlReceiver(self.nixl_thread, timeout_seconds, slow_reads)
 
     def fetch(
         self,

@@ -34,9 +34,9 @@ class Pass:
         self.estimator.begin(num_blocks)
         for number in range(1, NUM_LAYERS + 1):
             self.now += layer_seconds(number)
-            self.estimator.stored(number)
+            self.estimator.on_stored(number)
         self.now += tail
-        self.estimator.computed()
+        self.estimator.on_computed()
         self.told = [end - self.now for end in self._ends]
 
 

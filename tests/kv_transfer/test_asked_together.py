@@ -10,7 +10,8 @@ from kv_transfer.data.threads import PullThreads
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import BlockPart, Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Chooser
-from kv_transfer.transports.tcp.asking import Asked
+from kv_transfer.transports.tcp.transport import Asked
+from kv_transfer.transports.transport import ReceiverTraits, fetch_first
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
 from tests.kv_transfer.test_asking_ahead import frames_in, name_of, request_of
 
@@ -108,7 +109,8 @@ class Gated:
     def __init__(self, inner: Chooser) -> None:
         self._inner = inner
         self.begun, self.gate = threading.Event(), threading.Event()
-        self.ask, self.fetch, self.forget, self.close = inner.ask, inner.fetch, inner.forget, inner.close
+        self.fetch, self.forget, self.close = inner.fetch, inner.forget, inner.close
+        self.traits = ReceiverTraits(fetch_first=self.fetch_first, ask=inner.traits.ask)
 
     def fetch_first(
         self,
@@ -121,7 +123,7 @@ class Gated:
         """Read once the gate is open."""
         self.begun.set()
         assert self.gate.wait(WAIT)
-        self._inner.fetch_first(source, request, views, read, following)
+        fetch_first(self._inner, source, request, views, read, following)
 
 
 def test_fetches_that_wait_for_one_peer_are_asked_for_together(monkeypatch: pytest.MonkeyPatch) -> None:

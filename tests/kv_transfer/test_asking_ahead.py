@@ -22,8 +22,7 @@ from kv_transfer.protocol.reads import (
 )
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus, reply_frame
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.tcp.asking import MAX_ASKED_BYTES, Asked
-from kv_transfer.transports.tcp.transport import OK_FRAME, TcpReceiver, TcpSender
+from kv_transfer.transports.tcp.transport import MAX_ASKED_BYTES, OK_FRAME, Asked, TcpReceiver, TcpSender
 from tests.kv_transfer.fakes import ByteMemory, context_of
 from tests.kv_transfer.greetings import prove_lending
 

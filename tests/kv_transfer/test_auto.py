@@ -24,7 +24,7 @@ from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.registry import open_transport
 from kv_transfer.transports.shm import receiver
-from kv_transfer.transports.transport import IdleTogether
+from kv_transfer.transports.transport import IdleTogether, ReceiverTraits
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,
@@ -186,6 +186,8 @@ def test_a_lease_is_idle_once_every_sender_says_so() -> None:
 
 class Shelf:
     """A receiver that records its calls; a probe waits for ``gate`` and may fail then, or measure ``rate``."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, error: Exception | None = None, rate: float | None = None) -> None:
         self.gate, self.error, self.rate = threading.Event(), error, rate

@@ -9,7 +9,7 @@ from contract.identity import Role
 from contract.layout import Side
 from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.reads import Read, ReadRequest, ReadStoppedError, Source
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTraits, ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,
@@ -65,6 +65,8 @@ def test_in_the_middle_of_a_read() -> None:
 
 class Endless:
     """Reads that nothing makes terminal but the receiver's end, as those of a library from a frozen peer."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, inner: ReceiverTransport) -> None:
         self._inner = inner

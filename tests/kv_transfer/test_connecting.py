@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from contract.requests import ReceiveTransfer
-from engine.expecting import ExpectsRequests
 from kv_transfer.connector import ControlHalf
 from tests.kv_transfer.builders import Pair, hand_over, pair_of, prompt_of
 
@@ -32,8 +31,8 @@ def sender_of(pair: Pair) -> ReceiveTransfer:
 
 def connect(pair: Pair, transfer: ReceiveTransfer) -> None:
     """Let the decode worker connect, and wait until that is over."""
-    receiver = pair.decode.driver.receiver
-    assert isinstance(receiver, ExpectsRequests)
+    receiver = pair.decode.driver.expecting
+    assert receiver is not None
     is_over = threading.Event()
     receiver.connect(transfer, is_over.set)
     assert is_over.wait(WAIT)
@@ -69,8 +68,8 @@ def test_a_link_that_a_fetch_has_made_serves_it(pair: Pair) -> None:
 
 
 def test_many_wait_for_one_link(pair: Pair) -> None:
-    receiver = pair.decode.driver.receiver
-    assert isinstance(receiver, ExpectsRequests)
+    receiver = pair.decode.driver.expecting
+    assert receiver is not None
     ends = threading.Semaphore(0)
     for _ in range(20):
         receiver.connect(sender_of(pair), ends.release)

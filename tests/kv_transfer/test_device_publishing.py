@@ -82,9 +82,9 @@ def test_layers_wait_for_their_own_step_only() -> None:
         metadata = TransferMetadata([order])
         watch = data.watch_layers(metadata)
         assert watch is not None
-        watch.stored(1)
-        watch.stored(2)
-        watch.computed()
+        watch.on_stored(1)
+        watch.on_stored(2)
+        watch.on_computed()
         data.execute(metadata)
         assert device.steps[0].is_awaited.wait(30)
         assert device.num_folded == 0
@@ -115,8 +115,8 @@ def test_blocks_are_announced_when_their_last_layer_is_stored() -> None:
         watch = data.watch_layers(metadata)
         assert watch is not None
         for num_layers in (1, 2):
-            watch.stored(num_layers)
-        watch.computed()
+            watch.on_stored(num_layers)
+        watch.on_computed()
         first, last, whole = device.steps
         first.may_end.set()
         assert isinstance(reports.next(), ev.LayerRange)

@@ -6,7 +6,7 @@ import pytest
 
 from contract.errors import InternalError
 from contract.requests import EngineRequest
-from engine.expecting import ExpectsRequests
+from engine.connector import ExpectsRequests
 from kv_transfer.protocol.fetch_side import FetchState
 from tests.kv_transfer.builders import TOKENS, Pair, hand_over, pair_of, prompt_of
 from tests.kv_transfer.fakes import TransferDriver
@@ -24,8 +24,8 @@ def pair() -> Iterator[Pair]:
 
 def early(driver: TransferDriver) -> ExpectsRequests:
     """Return the receiver's role, which can begin before a request is added."""
-    assert isinstance(driver.receiver, ExpectsRequests)
-    return driver.receiver
+    assert driver.expecting is not None
+    return driver.expecting
 
 
 def lend(pair: Pair) -> EngineRequest:

@@ -26,7 +26,7 @@ from kv_transfer.protocol.plan import PeerTerms, TransferPlan
 from kv_transfer.protocol.reads import BlockPart, Read, ReadRequest, Source
 from kv_transfer.protocol.send_side import Send, SendState
 from kv_transfer.transports.choosing import Alternatives
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTraits, ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,
@@ -48,6 +48,8 @@ LAYER_BYTES = LAYOUT.block_bytes // LAYOUT.num_layers
 
 class UnreadyReceiver:
     """Fails every read of a block's beginning alone."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, inner: ReceiverTransport) -> None:
         self._inner = inner
@@ -75,6 +77,8 @@ class LateFailure(UnreadyReceiver):
 
 class SpoilingReceiver:
     """Flips a bit of the layer of this number, in a block that is read layer by layer."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, number: int, inner: ReceiverTransport) -> None:
         self._number, self._inner = number, inner

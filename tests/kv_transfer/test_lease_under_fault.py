@@ -18,6 +18,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.tcp.transport import TcpReceiver, TcpSender
+from kv_transfer.transports.transport import ReceiverTraits
 from tests.kv_transfer.builders import (
     LAYOUT,
     TOKENS,
@@ -231,6 +232,8 @@ def test_blocks_stay_quarantined_until_the_read_is_terminal_and_are_counted() ->
     entered, may_return = threading.Event(), threading.Event()
 
     class SlowReceiver:
+        traits = ReceiverTraits()
+
         def fetch(
             self, _source: Source, _request: ReadRequest, views: Sequence[memoryview], _read: Read
         ) -> None:

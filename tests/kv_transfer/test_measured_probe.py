@@ -7,11 +7,9 @@ import weakref
 
 import pytest
 
-from contract.errors import TransferError
 from contract.identity import Role
-from kv_transfer.counters import Counters
-from kv_transfer.protocol.reads import Read, Source, num_probe_blocks
-from kv_transfer.transports.choosing import SLOW_BYTES_PER_SECOND, Chooser, Tried
+from kv_transfer.protocol.reads import Read, num_probe_blocks
+from kv_transfer.transports.nixl.receiver import SlowReads
 from kv_transfer.transports.nixl.settings import has_rdma_device
 from tests.kv_transfer.builders import (
     LAYOUT,
@@ -24,8 +22,8 @@ from tests.kv_transfer.builders import (
     worker,
 )
 from tests.kv_transfer.device_memory import FakeDevice
-from tests.kv_transfer.nixl_port import NixlPort, Reader
-from tests.kv_transfer.test_auto import Shelf
+from tests.kv_transfer.nixl_port import LAYOUT as NIXL_LAYOUT
+from tests.kv_transfer.nixl_port import NAME, NixlPort, Reader
 
 BLOCKS = 3
 
@@ -94,31 +92,53 @@ def test_a_probe_reads_as_much_of_small_blocks_as_of_large_ones() -> None:
     assert num_probe_blocks(2**30) == 1
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
 @pytest.mark.parametrize(
-    ("error", "rate", "num_warnings"),
-    [
-        (None, SLOW_BYTES_PER_SECOND / 2, 1),
-        (None, SLOW_BYTES_PER_SECOND, 0),
-        (TransferError("no lane"), None, 0),
-    ],
-    ids=["slow", "fast", "broken"],
+    ("gigabytes_per_second", "num_warnings"),
+    [([1, 2, 2.9, 1], 1), ([1, 1, 1, 3], 0), ([1, 1, 1], 0), ([4, 1, 1, 1, 1, 1], 0)],
+    ids=["slow", "one is fast", "too few", "decided"],
 )
-def test_nixl_alone_is_measured_and_a_slow_one_warned_of_once(
-    error: TransferError | None, rate: float | None, num_warnings: int, caplog: pytest.LogCaptureFixture
+def test_slow_reads_are_warned_of_once(
+    gigabytes_per_second: list[float], num_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without GPUDirect its library reads by TCP without a word. `auto`, which takes the fastest, logs no warning."""
-    nixl = Shelf(error, rate)
-    nixl.gate.set()
-    source = Source("p", "b", "there:1", "token", "nixl")
-    for receivers, expected in (({"nixl": nixl, "tcp": Shelf()}, 0), ({"nixl": nixl}, num_warnings)):
-        chooser = Chooser(Counters())
-        chooser.start(receivers, lambda _: None)
-        outcomes = [chooser.try_out(source, Read()) for _ in range(2)]
-        chooser.close()
-        assert outcomes == [Tried(error, rate)] * 2
-        warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert len(warnings) == expected
-        assert all("set transport to auto" in record.getMessage() for record in warnings)
+    """Without GPUDirect its library reads by TCP without a word."""
+    slow_reads = SlowReads()
+    for who in ("worker p", "worker q"):
+        for rate in gigabytes_per_second:
+            slow_reads.note(who, 2**23, 2**23 / (rate * 1e9))
+            slow_reads.note(who, 2**23 - 1, 100.0)
+    found = warnings_of(caplog)
+    assert len(found) == num_warnings
+    assert all("worker p" in text and "set transport to auto" in text for text in found)
+
+
+def test_a_peer_that_comes_back_is_measured_anew(caplog: pytest.LogCaptureFixture) -> None:
+    slow_reads = SlowReads()
+    for seconds in (0.001, 1.0):
+        for _ in range(4):
+            slow_reads.note("worker p", 2**23, seconds)
+        slow_reads.forget("worker p")
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("slow_bytes_per_second", [0.0, 1e15])
+def test_the_reads_of_blocks_are_measured(
+    slow_bytes_per_second: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = NixlPort()
+    reader = Reader(slow_reads=SlowReads(slow_bytes_per_second))
+    number = -(-(2**23) // NIXL_LAYOUT.block_bytes)
+    try:
+        grants = port.publish(NAME, range(number))
+        for _ in range(4):
+            reader.fetch(port.source, range(number), grants)
+    finally:
+        reader.close()
+        port.sender.close()
+    assert len(warnings_of(caplog)) == bool(slow_bytes_per_second)
 
 
 def test_a_pool_in_host_memory_is_lent_over_nixl_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

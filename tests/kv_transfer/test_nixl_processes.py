@@ -27,7 +27,7 @@ from kv_transfer.protocol.reads import (
 )
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, prove_session
 from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlPoolInfo, NixlResting
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTraits, ReceiverTransport
 from tests.kv_transfer.builders import prompt_of, settings_for, worker
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
@@ -201,6 +201,8 @@ class SparedRead(Read):
 
 class HookingReceiver:
     """Calls ``hook`` when the next fetch has been granted and is about to be posted."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, inner: ReceiverTransport, hook: Callable[[], None]) -> None:
         self._inner, self._hook = inner, hook

@@ -19,7 +19,7 @@ from kv_transfer.protocol.digests import Share, digest_of
 from kv_transfer.protocol.orders import PublishOrder, PullJob, TransferMetadata
 from kv_transfer.protocol.reads import MAX_PIECE_BLOCKS, LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.leases import Sender
-from kv_transfer.transports.transport import Senders
+from kv_transfer.transports.transport import ReceiverTraits, Senders
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
 from tests.kv_transfer.fakes import ByteMemory
 
@@ -56,6 +56,8 @@ class PlayedSender(Sender):
 
 class PlayedReceiver:
     """Has block i land as bytes i, in pieces of so many; ``before`` is called with the number of each piece."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, per_piece: int, before: Callable[[int], None] = lambda _: None) -> None:
         self._per_piece, self._before = per_piece, before

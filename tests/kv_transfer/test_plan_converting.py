@@ -7,8 +7,7 @@ from torch import Tensor
 
 from contract.layout import KVLayout, Side
 from engine.kv_cache.memory import TORCH_DTYPES
-from kv_transfer.data.converting import convert_blocks
-from kv_transfer.data.landing import convert_in_pool
+from kv_transfer.data.converting import convert_blocks, convert_in_pool
 from kv_transfer.protocol.orders import Conversion
 from kv_transfer.protocol.plan import TransferPlan
 from tests.kv_transfer.test_plan import ranges

@@ -11,7 +11,7 @@ from kv_transfer.data.threads import PullThreads
 from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTraits, ReceiverTransport
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
 from tests.kv_transfer.waiting import until
 from tests.leftovers import Leftovers
@@ -199,6 +199,8 @@ def test_join_waits_for_a_claimed_job() -> None:
 
 class DivertingReceiver:
     """Reads from worker ``victim`` at another address."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, inner: ReceiverTransport, victim: str, address: str) -> None:
         self._inner, self._victim, self._address = inner, victim, address

@@ -17,7 +17,7 @@ from kv_transfer.protocol.messages import BlocksPublished
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.choosing import Alternatives
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTraits, ReceiverTransport
 from tests.kv_transfer.builders import (
     TOKENS,
     Pair,
@@ -37,6 +37,8 @@ OTHER, SAME = (f"transfer_pulled_again_total{{rung={rung}_transport}}" for rung 
 
 class BreakingReceiver:
     """The first ``num_times`` reads end with ``error``, behind their first byte."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, inner: ReceiverTransport, error: Exception, num_times: int = 1) -> None:
         self.inner, self.error, self.num_left = inner, error, num_times

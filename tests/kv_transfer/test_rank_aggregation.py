@@ -14,6 +14,7 @@ from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.aggregation import JobAggregator, Range, RangeAggregator
 from kv_transfer.ranks.rank_data import RankReader
+from kv_transfer.transports.transport import ReceiverTraits
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
 NUM_RANKS = 3
@@ -164,6 +165,8 @@ def test_ranks_that_digest_different_ranges_are_a_bug() -> None:
 
 class NotingReceiver:
     """Notes the addresses of the sources that it gets."""
+
+    traits = ReceiverTraits()
 
     def __init__(self) -> None:
         self.probed: list[str] = []

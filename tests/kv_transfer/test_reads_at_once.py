@@ -9,7 +9,6 @@ import pytest
 from contract.identity import Role
 from contract.layout import KVLayout
 from contract.requests import ReceiveTransfer
-from engine.expecting import ExpectsRequests
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import MAX_BYTES_AT_ONCE, DataHalf
 from kv_transfer.protocol import events as ev
@@ -17,7 +16,7 @@ from kv_transfer.protocol.digests import Share, digest_of
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Chooser
-from kv_transfer.transports.transport import Senders
+from kv_transfer.transports.transport import ReceiverTraits, Senders
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Worker, prompt_of, settings_for, worker
 from tests.kv_transfer.fakes import FlatPool
 
@@ -29,8 +28,8 @@ LARGE = KVLayout(num_layers=1, num_kv_heads=4, head_dim=128, block_size=256, dty
 
 def connect(pair: Pair) -> None:
     """Let the decode worker connect to the prefill worker, twice, and wait for both."""
-    receiver = pair.decode.driver.receiver
-    assert isinstance(receiver, ExpectsRequests)
+    receiver = pair.decode.driver.expecting
+    assert receiver is not None
     transfer = pair.fetch_request("never", prompt_of(1)).transfer
     assert isinstance(transfer, ReceiveTransfer)
     for _ in range(2):
@@ -45,7 +44,7 @@ class Watched:
     def __init__(self, inner: Chooser) -> None:
         self._inner = inner
         self.read_in: list[str] = []
-        self.is_at_hand = inner.is_at_hand
+        self.traits = ReceiverTraits(is_at_hand=inner.traits.is_at_hand)
         self.forget = inner.forget
         self.close = inner.close
 
@@ -118,10 +117,7 @@ class AtHand:
 
     def __init__(self) -> None:
         self.are_there = True
-
-    def is_at_hand(self, _source: Source) -> bool:
-        """See ReadsMemory."""
-        return self.are_there
+        self.traits = ReceiverTraits(is_at_hand=lambda _source: self.are_there)
 
     def fetch(self, _source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Have every block land with the bytes 7."""

@@ -12,7 +12,7 @@ from contract.identity import Role
 from engine.connector import FirstToken
 from kv_transfer.data.reading import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Silences
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTraits, ReceiverTransport
 from tests.kv_transfer.builders import Pair, hand_over, prompt_of, settings_for, worker
 from tests.kv_transfer.faulty_network import Way, free_port, relay_to
 
@@ -22,6 +22,8 @@ SOURCE = Source("p", "boot", "127.0.0.1:1", "token", "tcp")
 
 class Counting:
     """A receiver that counts the reads that reach the network, and the seconds that they took."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, inner: ReceiverTransport) -> None:
         self._inner, self.num_reads = inner, 0

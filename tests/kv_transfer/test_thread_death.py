@@ -15,8 +15,8 @@ from contract.errors import InternalError, TransferError
 from contract.identity import Role
 from contract.requests import ReceiveTransfer
 from engine.client import InProcessClient, ProcessClient
+from engine.connecting import Transfers
 from engine.mailbox import Mailbox
-from engine.testing.fakes import start_fake_executor
 from kv_transfer.connector import TransferFactory
 from kv_transfer.links.framing import parse_address
 from kv_transfer.protocol.orders import CommitJob
@@ -24,8 +24,10 @@ from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.transports.nixl.agent import load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTraits, ReceiverTransport
+from roles.table import STAGES
 from tests.engine_scheduling.stepping import fake_request, fake_settings
+from tests.fakes.engine.fakes import start_fake_executor
 from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
 from tests.kv_transfer.fakes import context_of
 from tests.kv_transfer.nixl_port import NAME, NixlPort, Reader, is_driving
@@ -33,6 +35,8 @@ from tests.kv_transfer.nixl_port import NAME, NixlPort, Reader, is_driving
 
 class UnforgivingReceiver:
     """Has a bug where a dead peer is forgotten."""
+
+    traits = ReceiverTraits()
 
     def __init__(self, inner: ReceiverTransport) -> None:
         self._inner = inner
@@ -173,7 +177,7 @@ def test_what_a_transport_says_of_its_thread_ends_the_engine() -> None:
 async def test_the_engine_ends_with_its_reason(kind: type[InProcessClient] | type[ProcessClient]) -> None:
     """Its requests end with one error each, its process with a failure: the supervisor starts another."""
     factory = TransferFactory(settings_for("d", Role.DECODE, decorate=UnforgivingReceiver))
-    client = await kind.start(fake_settings(), factory, start=start_fake_executor)
+    client = await kind.start(fake_settings(), Transfers(factory, STAGES), start=start_fake_executor)
     try:
         info = client.info
         prefill_settings = settings_for("p", Role.PREFILL)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from contract.identity import Role
-from launch.spec import Facts, ProcessSpec
+from launch.kept_process import Facts, ProcessSpec
 
 PATIENCE_SECONDS = 60.0
 

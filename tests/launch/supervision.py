@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from launch.kept_process import ProcessState, RestartPolicy
-from launch.spec import Facts, ProcessSpec
+from launch.kept_process import Facts, ProcessSpec, ProcessState, RestartPolicy
 from launch.supervisor import Supervisor
 
 QUICK = RestartPolicy(first_delay_seconds=0.01, grace_seconds=20.0)

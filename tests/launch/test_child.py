@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from contract.identity import Role
-from launch.child import start_child
-from launch.spec import ProcessSpec
+from launch.kept_process import ProcessSpec, start_child
 
 
 @pytest.fixture

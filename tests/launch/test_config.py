@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands import COMMANDS
+from cli.main import COMMANDS
 from contract.errors import SettingError
 from launch.arguments import parse
 from launch.client_settings import RunSettings
 from launch.command_settings import settings_class
+from launch.kept_process import ProcessSpec
 from launch.machine_settings import UpSettings
 from launch.processes import local_processes
-from launch.router_settings import RouterCommand
-from launch.spec import ProcessSpec
+from launch.service_settings import RouterCommand
 from serving.logs import log_settings
 from tests.cli.test_command_line import refusal
 

@@ -13,7 +13,7 @@ from launch.arguments import parse
 from launch.devices import DevicePlace, num_gpus, parse_devices, place_workers
 from launch.machine_settings import UpSettings
 from launch.processes import local_processes
-from launch.worker_settings import DecodeCommand
+from launch.service_settings import DecodeCommand
 from serving.gpu_memory import GpuMemory, gpu_memory, reader_of
 from tests.launch.test_processes import ROUTER_FACTS, flags
 

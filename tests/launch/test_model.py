@@ -9,8 +9,7 @@ from contract.errors import SettingError
 from launch.arguments import parse
 from launch.machine_settings import UpSettings
 from launch.model import DEMO_NAME, check_model, demo_model_folder, find_model, model_name
-from launch.router_settings import RouterCommand
-from launch.worker_settings import PrefillCommand
+from launch.service_settings import PrefillCommand, RouterCommand
 from tests.checkpoints import make_foreign_checkpoint
 
 

@@ -9,11 +9,11 @@ from contract.errors import SettingError
 from contract.identity import Role
 from launch.arguments import parse, to_arguments
 from launch.client_settings import RunSettings
+from launch.kept_process import ProcessSpec
 from launch.machine_settings import ServeSettings, UpSettings
 from launch.processes import local_processes
+from launch.service_settings import PrefillCommand
 from launch.settings import LocalSettings
-from launch.spec import ProcessSpec
-from launch.worker_settings import PrefillCommand
 from worker.options import WorkerOptions
 
 ROUTER_FACTS = {

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from contract.errors import SettingError
+from launch.kept_process import Facts, ProcessSpec
 from launch.machine_settings import ServeSettings, UpSettings
 from launch.processes import local_processes
-from launch.ready_file import write_ready_file
 from launch.settings import LocalSettings
-from launch.spec import Facts, ProcessSpec
+from launch.supervisor import write_ready_file
 
 ROUTERS = ["router", "router-1", "router-2"]
 

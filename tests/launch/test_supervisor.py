@@ -13,8 +13,7 @@ import pytest
 
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
-from launch.kept_process import ProcessState, RestartPolicy
-from launch.spec import ProcessSpec
+from launch.kept_process import ProcessSpec, ProcessState, RestartPolicy
 from launch.supervisor import Supervisor
 from tests.launch.children import spec, wait_gone
 from tests.launch.supervision import QUICK, Watcher, read, running

@@ -9,11 +9,10 @@ import pytest
 from contract.errors import ContextLengthError, InternalError, InvalidRequestError, KvbatonError
 from contract.identity import Role
 from kvbaton.outputs import Logprob, RequestOutput
-from kvbaton.prompts import parse_conversations, parse_prompts
-from kvbaton.requests import check_all, run_all
+from kvbaton.requests import check_all, parse_conversations, parse_prompts, run_all
 from kvbaton.sampling import SamplingParams
 from protos import worker_pb2
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import BOS, END, byte_ids
 

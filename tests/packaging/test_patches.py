@@ -22,7 +22,7 @@ ALLOWED = {
     "engine_parallel/test_ranks_handover.py": 1,
     "engine_parallel/test_ranks_run_ahead.py": 4,
     "engine_parallel/test_symmetric.py": 1,
-    "engine_scheduling/test_drafts.py": 5,
+    "engine_scheduling/test_next_step.py": 5,
     "engine_scheduling/test_grammars.py": 1,
     "engine_scheduling/test_mailbox.py": 1,
     "gpu/test_modules.py": 1,

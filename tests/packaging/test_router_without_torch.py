@@ -12,9 +12,9 @@ import pytest
 
 from autoscaler.timing_model import write_timing
 from contract.identity import Role
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker
 from tests.autoscaler.cases import TIMING
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker
 from tests.packaging.base_install import link_base_install
 from tests.text.tiny_model import END, byte_ids, model_files
 
@@ -83,7 +83,7 @@ def test_commands_for_a_service_need_no_torch(
     write_timing(timing, TIMING)
     given = [argument.format(timing=timing) for argument in arguments]
     command = ["env", "KVBATON_HTTP=0.0.0.0:8000", sys.executable, "-I", "-S", "-c", RUN, str(site), *given]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 1
     assert f"kvbaton: {message}" in run.stderr
 

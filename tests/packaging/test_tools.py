@@ -127,6 +127,8 @@ def test_paragraphs_of_documents_are_wrapped_and_plain() -> None:
     assert len(list(problems_of_document(wide))) == 1
     assert list(problems_of_document(f"| {wide}```\n{wide}```\n")) == []
     assert len(list(problems_of_document("The first token is heard of.\n"))) == 1
+    assert list(problems_of_document("A line.\n" * 8 + "\n" + "- A point.\n" * 20)) == []
+    assert list(problems_of_document("A line.\n" * 12)) == [(9, "a paragraph has at most 8 lines")]
 
 
 def test_the_lock_names_exact_versions_without_build_tags() -> None:
@@ -146,3 +148,14 @@ def test_the_cuda_constraints_pin_the_same_torch() -> None:
         return {line for line in lines if line.startswith("torch==")}
 
     assert pins("cuda.txt") == pins("cpu.txt") != set()
+
+
+@pytest.mark.parametrize("source", ["asked = 1\n", "x = one._asked\n", "def send(drafts): ...\n"])
+def test_a_retired_identifier_is_refused_in_the_product(source: str) -> None:
+    assert [text for _, text in problems_of_code(source, False) if "was retired" in text]
+    assert not list(problems_of_code(source, True))
+
+
+def test_words_of_retired_identifiers_and_no_ops_in_sentences() -> None:
+    assert not list(problems_of_code('"""Return what the client asked for."""\n', False))
+    assert [text for _, text in problems_of_document("A value that asks for nothing is ignored.\n")]

@@ -1,8 +1,7 @@
 """A decode worker of the explored world: production's scheduler and ``FetchTransfers``, and its reads, moved by hand."""
 
 from contract.errors import ErrorKind
-from engine.scheduling.requests.finish import Finish
-from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.requests.finish import Finish, RequestStatus
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
@@ -83,7 +82,7 @@ class DecodeSide(EngineSide):
             no_time,
         )
         connector = Connector(None, self.transfers)
-        self.scheduler = self.make_scheduler(scenario.rules.decode_scheduler, connector, DECODE_BUDGET)
+        self.scheduler = self.make_scheduler(scenario.rules.decode_stages, connector, DECODE_BUDGET)
 
     def prepare(self) -> None:
         """Do nothing before a call."""

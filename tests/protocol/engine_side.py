@@ -10,8 +10,9 @@ from contract.requests import HandOff, ReceiveTransfer, SendTransfer
 from engine.connector import ReceiverConnector, SenderConnector, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.blocks.block_pool import BlockPool
-from engine.scheduling.handing_off import hand_off
 from engine.scheduling.inspection import check_integrity
+from engine.scheduling.live_requests import Limits
+from engine.scheduling.remote_kv import RemoteKV, TransferStages
 from engine.scheduling.scheduler import Scheduler
 from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.control.sending import SendTransfers
@@ -97,18 +98,16 @@ class EngineSide:
         )
         return LocalWorker(settings, Side(LAYOUT), MODEL, wake=lambda: None, completions=self.completions)
 
-    def make_scheduler(self, make: Any, connector: Connector, max_num_batched_tokens: int) -> Scheduler:
-        """Create production's scheduler, or a mutant."""
-        scheduler: Scheduler = make(
-            self.scenario.settings(max_num_batched_tokens),
-            self.pool,
-            max_model_len=64,
-            vocab_size=VOCABULARY,
-            model_fingerprint=MODEL,
-            connector=connector,
-            clock=no_time,
+    def make_scheduler(
+        self, stages: TransferStages, connector: Connector, max_num_batched_tokens: int
+    ) -> Scheduler:
+        """Create production's scheduler, with its stages or a mutant's."""
+        settings = self.scenario.settings(max_num_batched_tokens)
+        limits = Limits.of(self.pool, 64, VOCABULARY, MODEL)
+        remote_kv = RemoteKV.over(
+            connector, stages, self.pool, limits.max_length, settings.remote_kv_timeout_seconds
         )
-        return scheduler
+        return Scheduler(settings, self.pool, limits, remote_kv=remote_kv, clock=no_time)
 
     scheduler: Scheduler
 
@@ -133,7 +132,7 @@ class EngineSide:
 
     def abort_all(self) -> None:
         """Abort all requests: the router's stream is lost."""
-        for asked in [request.asked for request in self.scheduler.requests.values()]:
+        for asked in [request.engine_request for request in self.scheduler.requests.values()]:
             self.scheduler.abort_request(asked.request_id, asked.attempt)
 
     def step(self) -> None:
@@ -158,11 +157,11 @@ class EngineSide:
             self._carry_out_hand_off(order)
         except KvbatonError:
             return False
-        self._send(self.scheduler.live.outbox.take())
+        self._send(self.scheduler.live.outbox.flush())
         return True
 
     def _carry_out_hand_off(self, order: HandOff) -> None:
-        hand_off(self.scheduler, order)
+        self.scheduler.live.hand_off(order)
 
     def _send(self, outputs: dict[int, list[EngineOutput]]) -> None:
         for one in (one for of_client in outputs.values() for one in of_client):
@@ -224,7 +223,9 @@ class EngineSide:
             for index in range(begin // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
                 self.contents[table[index]] = tuple(request.token_ids[: min(end, (index + 1) * BLOCK_SIZE)])
             sampled = (
-                [self.scenario.token(int(request.asked.request_id), end)] if end == request.num_tokens else []
+                [self.scenario.token(int(request.engine_request.request_id), end)]
+                if end == request.num_tokens
+                else []
             )
             computed.req_ids.append(key)
             computed.req_id_to_index[key] = row

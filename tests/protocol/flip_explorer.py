@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 from contract.identity import Role
 from contract.membership import Credit
-from router.routing.policy import decodes_no_more
-from router.routing.role_changes import missing_roles
+from router.routing.policy import decodes_no_more, missing_roles
 from tests.protocol.flip_router import (
     is_needed,
     num_left,
@@ -35,8 +34,7 @@ from tests.protocol.flip_world import (
 )
 from tests.protocol.sink import LawBrokenError
 from tests.protocol.world import with_item
-from worker.lifecycle import Lifecycle
-from worker.transitions import FlipStep, SettlingStep
+from worker.lifecycle import FlipStep, Lifecycle, SettlingStep
 
 _WAITS = (FlipStep.WAIT_SETTLED, FlipStep.WAIT_ANSWERED)
 
@@ -336,7 +334,7 @@ def _changed(worker: Worker, change: Callable[[Lifecycle], None]) -> Worker:
 
 
 def _sources_of(world: FlipWorld, router: int) -> set[int]:
-    """Return the workers that a router moves answers away from; see ``router.migration.moving.Mover``."""
+    """Return the workers that a router moves answers away from; see ``router.migration.migrator.Migrator``."""
     sources = (source_of(one) for one in world.requests if one.router == router)
     return {source for source in sources if source is not None}
 

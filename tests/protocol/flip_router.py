@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from contract.identity import Role
 from contract.membership import Credit, Registration
 from router.routing.legs import CONTINUATION, Placement
-from router.routing.policy import Pairs, PlacementRequest, never_bound, never_moved_to, place
-from router.routing.role_changes import is_role_needed
+from router.routing.policy import Pairs, PlacementRequest, is_role_needed, never_bound, never_moved_to, place
 from router.routing.running_shares import Held
 from router.routing.views import WorkerView, WorkerViews
 from router.workers.attached_worker import AttachedWorker

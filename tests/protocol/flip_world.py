@@ -1,7 +1,7 @@
 """Small worlds of workers that change their roles and drain: what they send, and who waits for whose blocks.
 
 Production decides: which workers are chosen, and between which nothing is handed over or moved (``router.routing.policy``);
-which calls and credits a role has (``worker.lifecycle``); what a worker does next (``worker.transitions``); what a router
+which calls and credits a role has (``worker.lifecycle``); what a worker does next (``worker.lifecycle``); what a router
 makes of a role and a credit, and what it reports (``router.workers.attached_worker``, ``router.workers.capacity``). A pool
 is a number of blocks, and each leg takes one. Messages between a worker and a router keep their order; each of them arrives
 at any later moment.
@@ -17,16 +17,17 @@ from msgspec.structs import replace
 
 from contract.identity import Role
 from contract.membership import Credit, RoleOrder
+from roles.table import ROLES
 from tests.protocol.sink import LawBrokenError
 from tests.protocol.world import with_item
-from worker.lifecycle import LegCall, Lifecycle
-from worker.transitions import (
+from worker.lifecycle import (
     FlipStep,
+    Lifecycle,
     SettlingStep,
-    has_mixed_kv,
     next_flip_step,
     next_settling_step,
 )
+from worker.role_rules import LegCall
 
 Action = tuple[str, int, int]
 """Its name, a worker or request, and a router (0 where there is none) or the number of a choice."""
@@ -187,7 +188,7 @@ def _first(scenario: FlipScenario, number: int) -> Request:
 
 def lifecycle_of(worker: Worker) -> Lifecycle:
     """Return production's record of a worker. The epoch of a role counts the roles before it."""
-    lifecycle = Lifecycle(worker.former_role)
+    lifecycle = Lifecycle(worker.former_role, ROLES)
     lifecycle.attached()
     lifecycle.take_role(worker.role, worker.num_roles - 1)
     if worker.is_draining:
@@ -234,7 +235,7 @@ def settling_step(rules: FlipRules, world: "FlipWorld", index: int) -> SettlingS
 
 @cache
 def _settling_step(rules: FlipRules, worker: Worker, num_leases: int, num_fetches: int) -> SettlingStep:
-    mixed = has_mixed_kv(worker.role, num_leases=num_leases, num_fetches=num_fetches)
+    mixed = ROLES[worker.role].has_mixed_kv(num_leases=num_leases, num_fetches=num_fetches)
     return next_settling_step(lifecycle_of(worker), _answers(rules, worker), lambda: mixed)
 
 
@@ -273,12 +274,12 @@ def num_free(scenario: FlipScenario, world: FlipWorld, index: int) -> int:
 
 
 def source_of(request: Request) -> int | None:
-    """Return the worker that an answer is being moved away from, None without a move; see ``Mover``."""
+    """Return the worker that an answer is being moved away from, None without a move; see ``Migrator``."""
     part = request.receive if request.target else request.send if request.is_moved else None
     return part.worker if part else None
 
 
 def refuse_unserved(worker: Worker, *, is_sending: bool) -> None:
     """Raise LawBrokenError if a worker does not serve the call that starts a leg."""
-    if not lifecycle_of(worker).serves(call_of(is_sending)):
+    if lifecycle_of(worker).reader_of(call_of(is_sending)) is None:
         raise LawBrokenError(f"a {worker.role.value} worker refuses a leg that was bound by its former role")

@@ -2,8 +2,8 @@
 
 ``fork`` copies the mutable part of an object graph; ``freeze`` gives equal values for states that behave alike. Both
 walk plain attributes, so a new attribute needs no change here. All copies share what only counts, estimates, waits or is
-called back (locks, counters, expected arrivals, shares of a step, ports, deadlines, settings), and queues, which are empty
-between two calls: it is no part of a state.
+called back (locks, counters, expected arrivals, shares of a step, ports, deadlines, settings, tables that never change), and
+queues, which are empty between two calls: it is no part of a state.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from enum import Enum
 from functools import cache, partial
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,16 +20,24 @@ import numpy as np
 
 from contract.requests import EngineRequest
 from engine.scheduling.batch.fair_steps import FairSteps
-from engine.scheduling.waits.deadlines import Deadlines
+from engine.scheduling.waits.waits import Deadlines
 from kv_transfer.control.fetch_effects import ArrivalEstimates, FetchPorts
 from kv_transfer.counters import Counters
 from kv_transfer.settings import LocalWorker
 from router.workers.order_stream import OrderStream
 from tests.protocol.sink import Sink
-from worker.accepted_requests import Accepted
+from worker.router_sessions import Accepted
 
 _T = TypeVar("_T")
-_COPIED_PACKAGES = ("engine.", "kv_transfer.", "router.", "tests.protocol.", "worker.")
+_COPIED_PACKAGES = (
+    "decode_service.",
+    "engine.",
+    "kv_transfer.",
+    "prefill_service.",
+    "router.",
+    "tests.protocol.",
+    "worker.",
+)
 _SHARED: tuple[type, ...] = (
     ArrivalEstimates,
     Counters,
@@ -37,6 +45,7 @@ _SHARED: tuple[type, ...] = (
     FairSteps,
     FetchPorts,
     LocalWorker,
+    MappingProxyType,
     OrderStream,
     Sink,
     asyncio.Queue,

@@ -2,13 +2,12 @@
 
 from msgspec.structs import replace
 
-from engine.connector import ReceiverConnector
-from engine.scheduling.remote.kv_receiver import KVReceiver
+from decode_service.kv_receiver import KVReceiver
+from engine.scheduling.remote_kv import TransferStages
 from engine.scheduling.requests.request import Request
-from engine.scheduling.scheduler import Scheduler
-from engine.settings import EngineSettings
 from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.protocol import events as ev
+from prefill_service.kv_sender import KVSender
 from tests.protocol.scenario import Rules
 
 
@@ -31,13 +30,6 @@ class EagerReceiver(KVReceiver):
         super().take_events()
         for key in self._num_cached_blocks:
             self._published.remove(self._waiting[key])
-
-
-class EagerScheduler(Scheduler):
-    """A decode worker's scheduler with an EagerReceiver."""
-
-    def make_receiver(self, connector: ReceiverConnector, settings: EngineSettings) -> KVReceiver:
-        return EagerReceiver(connector, self.pool, settings.remote_kv_timeout_seconds)
 
 
 class EagerReader(FetchTransfers):
@@ -68,4 +60,4 @@ EAGER_READING = Rules(fetch_transfers=EagerReader)
 TIRELESS = Rules(fetch_transfers=TirelessReader)
 NO_RESERVATION = Rules(reserves_first=False)
 EARLY_LEAVE = Rules(leaves_unbound=False)
-EAGER_RESERVATION = Rules(decode_scheduler=EagerScheduler)
+EAGER_RESERVATION = Rules(decode_stages=TransferStages(KVSender, EagerReceiver))

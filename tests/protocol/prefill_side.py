@@ -12,6 +12,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.transports.leases import LeaseBook
+from roles.table import STAGES
 from tests.protocol.engine_side import LAYOUT, LEASE_SECONDS, Connector, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.scenario import Scenario
@@ -55,9 +56,7 @@ class PrefillSide(EngineSide):
             clock=no_time,
             new_lease=lambda: sink.new_lease(),
         )
-        self.scheduler = self.make_scheduler(
-            scenario.rules.prefill_scheduler, Connector(self.transfers, None), scenario.prefill_chunk
-        )
+        self.scheduler = self.make_scheduler(STAGES, Connector(self.transfers, None), scenario.prefill_chunk)
 
     def name_lease(self) -> str:
         """Return a token that no other lease of this incarnation ever had."""

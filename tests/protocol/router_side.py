@@ -142,7 +142,7 @@ class RouterSide:
         self.bind_all()
 
     def movable(self) -> list[int]:
-        """Return the requests that may be moved now; see ``router.migration.moving.Mover.can_move``."""
+        """Return the requests that may be moved now; see ``router.migration.migrator.Migrator.can_move``."""
         return [request.number for request in self.requests if self._may_be_moved(request)]
 
     def _may_be_moved(self, request: RouterRequest) -> bool:
@@ -167,7 +167,7 @@ class RouterSide:
         return (placement.end, self.workers[placement.end]) if placement else None
 
     def move(self, number: int) -> None:
-        """Reserve room for a request, and order it to be handed off; see ``router.migration.moving.Mover._hand_off``."""
+        """Reserve room for a request, and order it to be handed off; see ``Migrator._hand_off``."""
         request = self.requests[number]
         assert request.decode is not None
         if self.scenario.rules.reserves_first:
@@ -180,13 +180,13 @@ class RouterSide:
         )
 
     def refuse(self, number: int, attempt: int) -> None:
-        """Take the refusal of an order to hand off; see ``router.migration.move.Move.refused``."""
+        """Take the refusal of an order to hand off; see ``router.migration.migration.Migration.refused``."""
         request = self.requests[number]
         if request.attempt == attempt:
             request.next_attempt = request.target = None
 
     def _hand_over(self, request: RouterRequest, leg: RouterLeg, num_tokens: int) -> None:
-        """Continue at the target; see ``router.migration.move.Move.handed_over``."""
+        """Continue at the target; see ``router.migration.migration.Migration.source_ended``."""
         target = request.target if self.scenario.rules.reserves_first else self._target(request)
         next_attempt = request.next_attempt
         is_known = len(request.delivered) == num_tokens
@@ -214,7 +214,7 @@ class RouterSide:
         self.calls.append(("cancel", silent.boot, number, request.attempt, request.attempt, None))
 
     def _moves_on(self, request: RouterRequest, failed: RouterLeg, kind: ErrorKind) -> bool:
-        """Continue at another target than the first one, which has failed; see ``Move.target_failed``."""
+        """Continue at another target than the first one, which has failed; see ``Migration.target_failed``."""
         if not self._may_move_on(request, failed, kind):
             return False
         other = self._others(failed)[0]
@@ -235,7 +235,7 @@ class RouterSide:
         return self.workers.get(source.worker) == source.boot and bool(self._others(failed))
 
     def _continue_at(self, request: RouterRequest, target: tuple[str, str]) -> None:
-        """Order a worker to continue a request with what the source lends; see ``router.migration.move.Move``."""
+        """Order a worker to continue a request with what the source lends; see ``router.migration.migration.Migration``."""
         source = request.prefill
         assert source is not None
         request.decode = RouterLeg(*target, source.next_index)

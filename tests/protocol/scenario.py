@@ -8,10 +8,11 @@ from pathlib import Path
 from contract.block_hash import full_block_hashes
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.remote_kv import TransferStages
 from engine.settings import EngineSettings
 from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.control.sending import SendTransfers
+from roles.table import STAGES
 
 BLOCK_SIZE = 2
 MODEL = "model"
@@ -28,8 +29,7 @@ class Rules:
     move is reserved before its source is touched.
     """
 
-    prefill_scheduler: Callable[..., Scheduler] = Scheduler
-    decode_scheduler: Callable[..., Scheduler] = Scheduler
+    decode_stages: TransferStages = STAGES
     send_transfers: Callable[..., SendTransfers] = SendTransfers
     fetch_transfers: Callable[..., FetchTransfers] = FetchTransfers
     checks_lease_twice: bool = True

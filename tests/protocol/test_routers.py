@@ -14,7 +14,7 @@ from tests.protocol.routers.rules import RoutersExplorer
 from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.world import Session
 from tests.protocol.routers.worlds import ALONE, LARGE, SMALL
-from worker.divided_limit import DividedLimit
+from worker.credit_shares import DividedLimit
 
 WORLDS = [
     *(pytest.param(scenario, id=name) for name, scenario in SMALL.items()),

@@ -57,7 +57,7 @@ async def _end_all(sessions: RouterSessions, session: str) -> None:
     sessions._reports.forget(session)
     for request in sessions._accepted:
         await sessions._abort(request)
-    sessions._send(sessions._shares.close(session, sessions._accepted.take_uses()))
+    sessions._send(sessions._shares.close(session, sessions._accepted.pop_uses()))
 
 
 def _shown(findings: Findings, law: str) -> None:
@@ -68,7 +68,7 @@ def _shown(findings: Findings, law: str) -> None:
 @pytest.mark.timeout(600)
 def test_the_end_of_a_stream_would_end_the_legs_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rule that it ends its own legs only."""
-    monkeypatch.setattr(RouterSessions, "lost", _end_all)
+    monkeypatch.setattr(RouterSessions, "on_loss", _end_all)
     _shown(HandOverExplorer(hit(MOVED, "cut")).explore(), "the end of")
 
 

@@ -14,8 +14,8 @@ import pytest
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.migration.move import MoveResult
-from router.testing.script import Script
+from router.migration.migration import MigrationState
+from tests.fakes.router.script import Script
 from tests.proxies.proxies import NAME, Proxy, RunProxy, caddy, nginx
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.moves import SOURCE, TARGET, Moves, stalling
@@ -94,11 +94,11 @@ async def test_a_migration_passes_it(tmp_path: Path) -> None:
             await cluster.add(Role.DECODE, TARGET)
             made.source.player.may_hand_off.clear()
             (run,) = made.runs
-            moving = asyncio.create_task(made.mover.move(run, made.attached(SOURCE)))
+            moving = asyncio.create_task(made.migrator.move(run, made.attached(SOURCE)))
             await made.source.received.wait_for(lambda each: len(each.hand_offs) == 1)
             await silent(stream)
             made.source.player.may_hand_off.set()
-            assert await moving is MoveResult.MOVED
+            assert await moving is MigrationState.MOVED
             await stream.is_whole("abcdefghijklmnop")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from contract.identity import Role
-from router.testing.script import Script, Writer
+from tests.fakes.router.script import Script, Writer
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
 

@@ -15,8 +15,8 @@ from contract.identity import Role
 from protos import inference_pb2_grpc
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing.script import Script, Writer
-from router.testing.worker import ScriptedWorker
+from tests.fakes.router.script import Script, Writer
+from tests.fakes.router.worker import ScriptedWorker
 from tests.text.tiny_model import model_files
 
 SECRET = "the cluster's secret, of 32 or more characters"

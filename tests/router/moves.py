@@ -8,12 +8,12 @@ from typing import Any
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.attempts.request_run import RequestRun
-from router.migration.move import MoveResult
-from router.migration.moving import Mover
+from router.migration.migration import MigrationState
+from router.migration.migrator import Migrator
 from router.telemetry.metrics import RouterMetrics
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker
 from router.workers.attached_worker import AttachedWorker
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import nothing_is_left
 from tests.router.test_replay import texts
@@ -37,13 +37,13 @@ def only_on(worker: ScriptedWorker, **trouble: Any) -> None:
 
 
 class Moves:
-    """A cluster with one answer that stalls on SOURCE, and a mover of its router."""
+    """A cluster with one answer that stalls on SOURCE, and a migrator of its router."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.path = cluster.service._path
         self.metrics = RouterMetrics()
-        self.mover = Mover(self.path.registry, self.path.runs, self.metrics.moves)
+        self.migrator = Migrator(self.path.registry, self.path.runs, self.metrics.moves)
         self.asking: list[asyncio.Task[list[str]]] = []
         self.fields: dict[str, Any] = {}
         """Further fields of the requests."""
@@ -70,10 +70,10 @@ class Moves:
             while sum(len(run.known_tokens) == num_known for run in self.runs) < len(self.asking):
                 await asyncio.sleep(0.005)
 
-    async def move(self) -> MoveResult:
+    async def move(self) -> MigrationState:
         (run,) = self.runs
         async with asyncio.timeout(20):
-            return await self.mover.move(run, self.attached())
+            return await self.migrator.move(run, self.attached())
 
     async def ends(self) -> None:
         """Wait for all answers, which are whole, and for the release of all credit."""

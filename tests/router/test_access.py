@@ -18,8 +18,8 @@ from contract.identity import Role
 from protos import inference_pb2 as pb
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing.script import Script
 from tests.certificates import write_certificate
+from tests.fakes.router.script import Script
 from tests.private_files import write_private
 from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, word_id

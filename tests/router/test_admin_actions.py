@@ -7,7 +7,7 @@ import pytest
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_worker_admin import ADMIN, bearer, obey
 from tests.text.tiny_model import END
@@ -21,6 +21,7 @@ HELLO = Script(tokens=[END])
         ("POST", "workers/both-0/drain"),
         ("POST", "workers/both-0/undrain"),
         ("POST", "workers/both-0/flip?role=decode"),
+        ("POST", "reset_prefix_cache"),
         ("PUT", "scaling"),
         ("DELETE", "workers/both-0"),
     ],

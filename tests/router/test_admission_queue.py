@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.identity import Role
 from protos.worker_pb2 import Credit
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 

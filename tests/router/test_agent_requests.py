@@ -16,8 +16,8 @@ from tests.router.test_messages import SAY
 from tests.router.test_responses import PATH as RESPONSES
 from tests.router.test_responses import events_of
 from tests.router.tool_cluster import CHAT, prompt_of, writing_cluster
-from text.parsing.text_argument import TextArgument, argument_text, as_argument
-from text.placeholders import readable
+from text.chat import readable
+from text.tools import TextArgument, argument_text, as_argument
 
 HOSTED = (
     "web_search",

@@ -8,7 +8,7 @@ import pytest
 
 from contract.identity import Role
 from protos.worker_pb2 import Credit
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, model_files, write_model
 

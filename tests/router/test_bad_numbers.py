@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 import pytest
 
 from autoscaler.pools import check_facts, figures
-from autoscaler.router_counts import parse_counts
+from autoscaler.routers import parse_counts
 from contract.identity import Role
 from launch.router_admin import merged
 from protos import worker_pb2 as pb
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from wire.numbers import numbers_of

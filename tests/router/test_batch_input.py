@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.batches.input_lines import InputLine, Validation, parse_line, valid_lines
+from router.batches.lines import InputLine, Validation, parse_line, valid_lines
 from tests.router.batch_cluster import TEXT
 
 json_values = st.recursive(

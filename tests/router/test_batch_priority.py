@@ -10,8 +10,8 @@ from contract.identity import Role
 from protos import worker_pb2 as pb
 from protos.worker_pb2 import Credit
 from router.batches.gate import LineGate
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker
 from tests.router.batch_cluster import (
     ABC,
     STUCK,
@@ -152,6 +152,7 @@ async def test_keys_take_turns_and_requests_carry_their_owner(tmp_path: Path) ->
         await cluster.until(lambda state: state["requests"]["streaming"] == 2)
         few = await create(cluster, lines("x"), headers=key("b"))
         await batch_when(cluster, few["id"], lambda batch: batch["status"] == "in_progress", key("b"))
+        await cluster.until(lambda state: state["batch_requests"]["waiting"] == 2)  # a line of each key
         cluster.script = lambda _: ABC
         finish(worker, 0)
         assert (await batch_over(cluster, few["id"], key("b")))["status"] == "completed"

@@ -12,8 +12,8 @@ import pytest
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing.script import Script
 from tests.chaos.settings import process_environment
+from tests.fakes.router.script import Script
 from tests.router.batch_cluster import (
     ABC,
     STUCK,
@@ -148,7 +148,7 @@ PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
 from protos import worker_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.batch_cluster import ABC, create, filing_cluster
 from tests.router.test_batch_restarts import letters
 

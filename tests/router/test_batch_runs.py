@@ -13,17 +13,13 @@ import msgspec
 import pytest
 
 from contract.errors import ErrorKind, PayloadTooLargeError, UnavailableError
-from router.batches.answering import LineAnswer
-from router.batches.disk import Disk
-from router.batches.folder import Folder
+from router.batches.folder import Disk, Folder
 from router.batches.gate import LineGate
-from router.batches.operations import NewBatch
-from router.batches.quota import FolderLimits
+from router.batches.operations import NewBatch, Storage
 from router.batches.records import BatchRecord, BatchStatus
-from router.batches.runner import BatchRunner
-from router.batches.service import BatchService
-from router.batches.storage import Storage
-from router.batches.store import Store, Upload
+from router.batches.run import LineAnswer
+from router.batches.service import BatchRunner, BatchService
+from router.batches.store import FolderLimits, Store, Upload
 from tests.router.batch_cluster import TEXT, prompts
 
 OK = LineAnswer(request_id="cmpl-1", status_code=200, body=b'{"object":"text_completion"}')

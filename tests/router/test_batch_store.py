@@ -18,12 +18,11 @@ from contract.errors import InvalidRequestError, NotFoundError
 from router.batches import lifecycle
 from router.batches.folder import Folder
 from router.batches.lifecycle import WrongStateError
+from router.batches.lines import Response, new_result
 from router.batches.operations import BatchOperations, NewBatch
-from router.batches.quota import FolderLimits
 from router.batches.records import BatchRecord, BatchStatus, Counts
-from router.batches.results import Response, new_result
-from router.batches.store import Store, Upload
-from router.batches.testing import CrashingDisk, ProcessDiedError
+from router.batches.store import FolderLimits, Store, Upload
+from tests.fakes.router.crashing_disk import CrashingDisk, ProcessDiedError
 from tests.router.batch_cluster import TEXT, prompts
 
 T = TypeVar("T")

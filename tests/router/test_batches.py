@@ -8,7 +8,7 @@ import pytest
 from contract.errors import WorkerLostError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.batch_cluster import (
     ABC,
     CHAT,

@@ -18,9 +18,9 @@ from contract.errors import SettingError
 from contract.identity import Role
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing.script import Script
 from serving.http_hosts import HostCheck
 from serving.settings import HttpAddress
+from tests.fakes.router.script import Script
 from tests.router.cluster import SECRET, running_cluster
 from tests.router.tool_cluster import CHAT
 from tests.text.tiny_model import byte_ids

@@ -16,9 +16,8 @@ from hypothesis import given
 from contract.errors import OverloadedError, PayloadTooLargeError
 from contract.identity import Role
 from router.http.bodies.decoding import LARGE_BYTES, MAX_LISTS, decode
-from router.http.bodies.inflating import ZstdInflater, zstd
-from router.http.bodies.raw_body import BodyReader
-from router.testing.script import Script
+from router.http.bodies.json_bodies import BodyReader, ZstdInflater, zstd
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 
@@ -221,10 +220,10 @@ def test_an_abandoned_body_releases_its_bytes() -> None:
     """M2: the count includes only the bodies that are being read."""
     reader = BodyReader(10, 25)
     with reader.reading() as body:
-        reader.take(10)
+        reader.count(10)
         body.num_bytes = 10
         with pytest.raises(OverloadedError, match="25 bytes"):
-            reader.take(16)
+            reader.count(16)
         assert reader.num_bytes == 10
     assert reader.num_bytes == 0
 
@@ -232,11 +231,11 @@ def test_an_abandoned_body_releases_its_bytes() -> None:
 def test_a_small_body_is_accepted_while_large_ones_hold_everything() -> None:
     """M2: eight bodies of 8 MiB that arrived slowly blocked the requests of all clients."""
     reader = BodyReader(2**23, 2**26)
-    reader.take(2**26)
-    reader.take(2**13)
-    reader.take(2**13, 2**13)
+    reader.count(2**26)
+    reader.count(2**13)
+    reader.count(2**13, 2**13)
     with pytest.raises(OverloadedError):
-        reader.take(1, 2**14)
+        reader.count(1, 2**14)
 
 
 async def test_one_large_body_is_decoded_at_a_time() -> None:

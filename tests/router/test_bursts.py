@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.identity import Role
-from router.admission import start_limiter
-from router.admission.start_limiter import StartLimiter
-from router.concurrency.tasks import cooperatively
+from router.admission import reservation
+from router.admission.reservation import StartLimiter
+from router.concurrency import cooperatively
 from router.intake import limits
 from router.intake.round_robin import RoundRobin
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 
@@ -119,7 +119,7 @@ class Orders:
     def start(self, client: str, count: int = 2, *, is_alone: bool = True) -> None:
         start = self.starts.start(client, is_alone=is_alone)
         start.num_orders = count
-        self.sent += [start.sent] * count
+        self.sent += [start.on_order_sent] * count
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ async def test_fewer_requests_start_beside_other_clients(orders: Orders) -> None
 async def test_a_client_that_is_not_alone_rests_between_starts(
     orders: Orders, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    monkeypatch.setattr(start_limiter, "pause_seconds", lambda _: 3600.0)
+    monkeypatch.setattr(reservation, "pause_seconds", lambda _: 3600.0)
     while orders.starts.may_start("m"):
         orders.start("m", is_alone=is_alone)
     for sent in orders.sent:

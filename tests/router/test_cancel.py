@@ -9,9 +9,9 @@ import pytest
 from contract.errors import CancelledError
 from contract.identity import Role
 from protos import inference_pb2 as pb
-from router.grpc.calls import REQUEST_ID_KEY
+from router.grpc.servicer import REQUEST_ID_KEY
 from router.intake.cancellation import CancellableRequests, client_name
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, word_id
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from contract.identity import Role
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids, word_id
 
@@ -106,7 +106,7 @@ async def test_max_completion_tokens_goes_over_max_tokens() -> None:
 
 
 async def test_neutral_fields_and_unknown_ones_are_accepted() -> None:
-    """VLLM's and OpenAI's clients always send them, with values that ask for nothing."""
+    """VLLM's and OpenAI's clients always send them, with values that are no-ops."""
     idle = {
         "n": 1,
         "tools": [],

@@ -12,7 +12,7 @@ from contract.identity import Role
 from contract.sampling import choice_seed
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import nothing_is_left
 from tests.text.tiny_model import END, byte_ids, word_id

@@ -7,7 +7,7 @@ import pytest
 
 from contract.identity import Role
 from contract.outputs import FinishReason
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END, SPECIAL, byte_ids, word_id
 

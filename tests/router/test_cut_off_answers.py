@@ -5,7 +5,7 @@ import pytest
 from contract.identity import Role
 from contract.outputs import FinishReason
 from protos import inference_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_messages import PATH as MESSAGES
 from tests.router.test_messages import SAY

@@ -11,8 +11,8 @@ from contract.errors import InternalError
 from protos import worker_pb2 as pb
 from router.answers.answer import Delta
 from router.intake.request import GenerationRequest
-from router.testing.script import Script
 from router.tokens.inbox import Inbox, UnreadAccount, UnreadBytes
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, nothing_is_left
 from tests.text.tiny_model import END, byte_ids

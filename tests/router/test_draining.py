@@ -14,7 +14,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import CHAT, TEXT, TOKENS, nothing_is_left

@@ -13,18 +13,17 @@ from contract.identity import Role
 from contract.membership import Registration
 from contract.sampling import SamplingParams
 from protos import worker_pb2 as pb
-from router.admission.reservation import Reservation
-from router.admission.start_limiter import StartLimiter
+from router.admission.reservation import Reservation, StartLimiter
 from router.attempts.attempt import Attempt, begin
-from router.attempts.attempt_legs import AttemptLegs
-from router.attempts.attempt_output import AttemptOutput
-from router.attempts.bound_leg import Leg
+from router.attempts.attempt_legs import AttemptLegs, Leg
+from router.attempts.current_attempt import CurrentAttempt
 from router.attempts.leg_outcome import LegReport
 from router.attempts.leg_requests import AttemptTask
 from router.intake.prepared_request import PreparedRequest
 from router.routing.legs import DECODE, LEG_KINDS, PREFILL, LegPlan, placed
 from router.routing.policy import PlacementRequest
 from router.routing.running_shares import Held
+from router.tokens.delivery import AttemptOutput
 from router.tokens.inbox import UnreadBytes
 from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
@@ -32,7 +31,7 @@ from router.workers.order_stream import OrderStream
 
 def orders_to(worker: AttachedWorker) -> list[str]:
     """Return the kinds of the orders that are on their way to the worker, in order."""
-    taken = worker.orders.take()
+    taken = worker.orders.next_message()
     return [str(order.WhichOneof("order")) for order in taken[0].orders.orders] if taken else []
 
 
@@ -69,7 +68,11 @@ def begun_on(prefill: AttachedWorker, decode: AttachedWorker, seconds: float) ->
             Leg(LegPlan(DECODE, decode.name, 1), LEG_KINDS[DECODE], decode),
         ]
         attempt = Attempt(
-            AttemptTask(request), AttemptLegs(legs), LegReport(), AttemptOutput(0, account, 1000)
+            AttemptTask(request),
+            AttemptLegs(legs),
+            LegReport(),
+            AttemptOutput(0, account, 1000, lambda batch: None),
+            CurrentAttempt(),
         )
         begin([attempt], reservation_on(prefill, decode))
         assert (prefill.view().num_requests, decode.view().num_requests) == (1, 1)

@@ -8,7 +8,7 @@ import pytest
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END, byte_ids, word_id
 

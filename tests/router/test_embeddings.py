@@ -13,7 +13,7 @@ from contract.errors import InternalError, InvalidRequestError, KvbatonError, Ov
 from contract.identity import Role
 from protos import inference_pb2 as inference
 from protos import worker_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import MODEL, PAIR, Cluster, running_cluster
 from tests.router.test_ends import nothing_is_left
 from tests.text.tiny_model import byte_ids

@@ -12,8 +12,8 @@ from contract.errors import InternalError, OverloadedError, TransferError
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
 

@@ -9,8 +9,8 @@ from contract.errors import InvalidRequestError
 from contract.identity import Role
 from contract.membership import DrainOrder
 from protos import worker_pb2 as pb
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER, texts

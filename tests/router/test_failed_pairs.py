@@ -9,10 +9,11 @@ from contract.errors import IncompatiblePeerError, KvbatonError, PeerUnreachable
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.admission.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
-from router.testing.script import Script
+from tests.clock import Clock
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TOKENS, nothing_is_left
-from tests.router.test_unreachable_pairs import ANSWER, Clock, D, P, ask, attached
+from tests.router.test_unreachable_pairs import ANSWER, D, P, ask, attached
 
 NO_TRANSPORT = IncompatiblePeerError("the peer lends over shm, this worker reads over tcp")
 TORN = TransferError("a block is damaged in every read")
@@ -95,10 +96,10 @@ def test_an_incompatible_pair_is_not_tried_again() -> None:
     clock = Clock()
     pairs, p, d = UnreachablePairs(clock), attached(P, "p"), attached(D, "d")
     pairs.record_failure(p, d, NO_TRANSPORT)
-    clock.now = 1e6
+    clock.now += 1e6
     assert pairs.blocked([p, d]) == frozenset({("p", "d")})
     pairs.record_probe(p, d)
-    clock.now = 2e6
+    clock.now += 1e6
     assert pairs.blocked([p, d]) == frozenset({("p", "d")})
     (shown,) = pairs.facts([p, d])
     assert (shown["kind"], shown["seconds"]) == ("incompatible", 2e6)

@@ -13,7 +13,7 @@ LANE = "lane"
 
 def take(queue: FairQueue[str, str]) -> str:
     ticket = queue.heads()[0]
-    queue.take(ticket)
+    queue.admit(ticket)
     return ticket.item
 
 
@@ -59,7 +59,7 @@ def test_a_request_that_does_not_wait_is_charged_as_one_that_is_taken(
     for tenant, cost, priority, is_replay in at_once:
         order = QueueOrder(tenant=tenant, cost=float(cost), priority=priority, is_replay=is_replay)
         charged.charge(order)
-        taken.take(taken.add(LANE, order, ""))
+        taken.admit(taken.add(LANE, order, ""))
     for number, (tenant, cost, priority, is_replay) in enumerate(later):
         order = QueueOrder(
             tenant=tenant,
@@ -208,7 +208,7 @@ def test_the_queue_holds_what_was_added_and_not_taken(steps: list[tuple[str, str
             held.add(str(number))
         elif queue:
             ticket = queue.heads()[-1]
-            (queue.take if step == "-" else queue.discard)(ticket)
+            (queue.admit if step == "-" else queue.discard)(ticket)
             held.remove(ticket.item)
         assert {ticket.item for ticket in queue} == held
         assert len(queue) == len(held)
@@ -231,6 +231,6 @@ def test_requests_of_clients_that_may_not_start_are_overtaken(
             others.add(LANE, claim, str(number))
     while others:
         (ticket,) = queue.heads(lambda ticket: ticket.order.tenant not in held_back)
-        queue.take(ticket)
+        queue.admit(ticket)
         assert ticket.item == take(others)
     assert not queue.heads(lambda ticket: ticket.order.tenant not in held_back)

@@ -11,7 +11,7 @@ from contract.errors import SettingError
 from contract.identity import Role
 from router.client_access import client_access
 from router.settings import RouterSettings
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS
 

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.http.schema.chat import CHAT
-from router.http.schema.completion import COMPLETION
-from router.http.schema.embedding import EMBEDDING
+from router.http.schema.chat import CHAT, DETOKENIZE, TOKENIZE
+from router.http.schema.completion import COMPLETION, EMBEDDING
 from router.http.schema.messages import MESSAGE
 from router.http.schema.responses import RESPONSE
-from router.http.schema.tokenizing import DETOKENIZE, TOKENIZE
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_bad_input import SAY
 from tests.text.tiny_model import END, byte_ids

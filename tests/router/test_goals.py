@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from contract.errors import ErrorKind
 from router.telemetry.goals import GoalCounts, Goals, RecentCounts, attainment
 from router.telemetry.metrics import RouterMetrics
-from serving.event_metrics import EventHistogram
+from serving.metrics import EventHistogram
 
 GOALS = Goals(ttft_seconds=1.0, itl_seconds=0.1)
 

@@ -7,11 +7,11 @@ import grpc
 import pytest
 
 from contract.errors import InvalidRequestError
-from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.identity import Role
+from contract.json_schema import MAX_SCHEMA_BYTES, reduced
 from contract.sampling import MAX_GRAMMAR_BYTES, Grammar
 from protos import inference_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_bad_input import CHAT, SAY, TEXT, check_all, check_error
 from tests.text.tiny_model import END, word_id

@@ -9,8 +9,8 @@ import pytest
 from contract.errors import InvalidRequestError
 from contract.identity import Role
 from protos import inference_pb2 as pb
-from router.grpc.limits import check_detokenize, check_embed, check_generate
-from router.testing.script import Script
+from router.grpc.messages import check_detokenize, check_embed, check_generate
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 

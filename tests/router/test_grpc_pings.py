@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 
 from protos import inference_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_ends import TOKENS
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from contract.errors import OverloadedError
 from contract.identity import Role
 from protos import inference_pb2 as pb
-from router.intake.held_bytes import HeldBytes
-from router.testing.script import Script
+from router.intake.limits import HeldBytes
+from tests.fakes.router.script import Script
 from tests.router.batch_cluster import key
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids

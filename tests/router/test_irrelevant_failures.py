@@ -16,13 +16,12 @@ from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.admission.unreachable_pairs import UnreachablePairs
 from router.attempts.attempt import Attempt
-from router.attempts.attempt_legs import AttemptLegs
-from router.attempts.bound_leg import Leg
+from router.attempts.attempt_legs import AttemptLegs, Leg
 from router.attempts.failures import Failures
 from router.attempts.leg_outcome import Failure
 from router.routing.legs import DECODE, LEG_KINDS, LegPlan
-from router.testing.script import Script
 from tests.descriptors import no_descriptor_left
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left

@@ -14,8 +14,8 @@ from openai import AsyncOpenAI
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.migration.move import MoveResult
-from router.testing.script import Script
+from router.migration.migration import MigrationState
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.moves import SOURCE, TARGET, Moves, stalling
 from tests.router.test_ends import CHAT, TEXT, TOKENS, nothing_is_left
@@ -140,11 +140,11 @@ async def test_while_an_answer_moves() -> None:
             await cluster.add(Role.DECODE, TARGET)
             made.source.player.may_hand_off.clear()
             (run,) = made.runs
-            moving = asyncio.create_task(made.mover.move(run, made.attached(SOURCE)))
+            moving = asyncio.create_task(made.migrator.move(run, made.attached(SOURCE)))
             await made.source.received.wait_for(lambda each: len(each.hand_offs) == 1)
             await stream.until_silent()
             made.source.player.may_hand_off.set()
-            assert await moving is MoveResult.MOVED
+            assert await moving is MigrationState.MOVED
             await stream.is_whole("abcdefghijklmnop")
 
 

@@ -10,9 +10,9 @@ import pytest
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker, kv_layout
 from serving.cluster_tls import ROUTER_NAME, worker_tls
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker, kv_layout
 from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, byte_ids, write_model
 

@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import OverloadedError
 from contract.identity import Role
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_responses import BYTES
 from tests.router.tool_cluster import prompt_of, writing_cluster

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-import router.migration.move_preparation
+import router.migration.preparation
 from contract.errors import InternalError, OverloadedError
 from contract.identity import Role
-from router.migration.move import MoveResult
+from router.migration.migration import MigrationState
 from tests.router.moves import ANSWER, SOURCE, STALL, TARGET, TOKENS, Moves, moves, only_on, stalling
 
 GRAMMAR = {"guided_regex": "[a-z]+"}
@@ -28,7 +28,7 @@ async def test_the_source_is_not_touched_before_the_target_has_compiled_the_gram
             await made.cluster.debug_state()
         assert not made.source.received.hand_offs and not moving.done()
         made.target.player.may_prepare.set()
-        assert await moving is MoveResult.MOVED
+        assert await moving is MigrationState.MOVED
         await made.ends()
         (leg,) = made.target.received.preparations
         (call,) = made.target.received.decodes
@@ -47,13 +47,13 @@ async def test_the_target_connects_to_the_source_before_the_first_answer_moves_b
         await made.cluster.add(Role.DECODE, TARGET)
         (first, second) = made.runs
         made.target.player.may_prepare.clear()
-        moving = asyncio.create_task(made.mover.move(first, made.attached()))
+        moving = asyncio.create_task(made.migrator.move(first, made.attached()))
         await begins(made)
         assert not made.source.received.hand_offs and not moving.done()
         made.target.player.may_prepare.set()
-        assert await moving is MoveResult.MOVED
+        assert await moving is MigrationState.MOVED
         made.target.player.may_prepare.clear()
-        assert await made.mover.move(second, made.attached()) is MoveResult.MOVED
+        assert await made.migrator.move(second, made.attached()) is MigrationState.MOVED
         await made.ends()
         (leg,) = made.target.received.preparations
         registration = made.attached().registration
@@ -68,7 +68,7 @@ async def test_a_target_that_cannot_prepare_it_takes_the_answer_too(
 ) -> None:
     async with moves(fields=GRAMMAR) as made:
         only_on(made.target, refuse_preparation=error)
-        assert await made.move() is MoveResult.MOVED
+        assert await made.move() is MigrationState.MOVED
         await made.ends()
         assert len(made.target.received.preparations) == 1
 
@@ -76,10 +76,10 @@ async def test_a_target_that_cannot_prepare_it_takes_the_answer_too(
 async def test_a_preparation_that_takes_too_long_does_not_keep_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router.migration.move_preparation, "PREPARATION_SECONDS", 0.05)
+    monkeypatch.setattr(router.migration.preparation, "PREPARATION_SECONDS", 0.05)
     async with moves(fields=GRAMMAR) as made:
         made.target.player.may_prepare.clear()
-        assert await made.move() is MoveResult.MOVED
+        assert await made.move() is MigrationState.MOVED
         await made.ends()
 
 
@@ -89,7 +89,7 @@ async def test_a_target_that_dies_while_it_prepares_leaves_the_answer_where_it_i
         moving = asyncio.create_task(made.move())
         await begins(made)
         await made.target.stop()
-        assert await moving is MoveResult.ENDED
+        assert await moving is MigrationState.ENDED
         assert not made.source.received.hand_offs and len(made.runs[0].known_tokens) == STALL
         assert ANSWER.startswith(bytes(token - 5 for token in made.runs[0].known_tokens).decode())
         made.asking[0].cancel()
@@ -97,11 +97,11 @@ async def test_a_target_that_dies_while_it_prepares_leaves_the_answer_where_it_i
 
 async def test_the_death_of_the_source_ends_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replay takes the room that was reserved; it does not wait for a compilation."""
-    monkeypatch.setattr(router.migration.move_preparation, "PREPARATION_SECONDS", 3600.0)
+    monkeypatch.setattr(router.migration.preparation, "PREPARATION_SECONDS", 3600.0)
     async with moves(fields=GRAMMAR, max_replays=1) as made:
         made.target.player.may_prepare.clear()
         moving = asyncio.create_task(made.move())
         await begins(made)
         await made.source.die()
-        assert await moving is MoveResult.ENDED
+        assert await moving is MigrationState.ENDED
         await made.ends()

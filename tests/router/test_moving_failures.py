@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-import router.migration.moving
+import router.migration.migrator
 from contract.errors import InvalidRequestError, NotFoundError, OverloadedError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.migration.move import Move, MoveResult
-from router.testing.entries import handed_over_entry
+from router.migration.migration import Migration, MigrationState
+from tests.fakes.router.entries import handed_over_entry
 from tests.router.moves import (
     ANSWER,
     SOURCE,
@@ -30,7 +30,7 @@ from tests.router.test_ends import nothing_is_left
 
 async def test_an_answer_that_ended_before_the_order_came_releases_the_target() -> None:
     async with moves(stalling(refuse_hand_off=NotFoundError("it has ended"))) as made:
-        assert await made.move() is MoveResult.ENDED
+        assert await made.move() is MigrationState.ENDED
         await made.cluster.until(lambda state: [w["num_legs"] for w in state["workers"]] == [0, 1, 0])
         assert not made.target.received.decodes
         made.asking[0].cancel()
@@ -39,7 +39,7 @@ async def test_an_answer_that_ended_before_the_order_came_releases_the_target() 
 async def test_a_refusal_changes_nothing_and_the_next_attempt_has_the_next_number() -> None:
     async with moves(stalling(refuse_hand_off=InvalidRequestError("it waits")), max_replays=1) as made:
         for _ in range(3):
-            assert await made.move() is MoveResult.REFUSED
+            assert await made.move() is MigrationState.REFUSED
         assert [order.next_attempt for order in made.source.received.hand_offs] == [1, 1, 1]
         await made.source.die()
         await made.ends()
@@ -49,7 +49,7 @@ async def test_a_refusal_changes_nothing_and_the_next_attempt_has_the_next_numbe
 
 async def test_a_source_that_dies_with_the_order_costs_one_replay() -> None:
     async with moves(stalling(dies_at_hand_off=True), max_replays=1) as made:
-        assert await made.move() is MoveResult.REPLAYED
+        assert await made.move() is MigrationState.REPLAYED
         await made.ends()
         (call,) = made.target.received.decodes
         assert call.task.attempt == 2 and call.source.worker_id == "prefill-0"
@@ -69,7 +69,7 @@ async def test_an_answer_that_ends_while_the_order_is_on_the_way_ends_once() -> 
         )
         await made.ends()
         made.source.player.may_hand_off.set()
-        assert await moving is MoveResult.ENDED
+        assert await moving is MigrationState.ENDED
         assert not made.target.received.decodes
 
 
@@ -86,7 +86,7 @@ async def test_a_source_that_miscounts_is_not_believed(num_missing: int) -> None
         assert made.source.received.cancels[0].attempt == order.next_attempt
         await made.ends()
         made.source.player.may_hand_off.set()
-        assert await moving is MoveResult.REPLAYED
+        assert await moving is MigrationState.REPLAYED
 
 
 async def test_what_nobody_ordered_to_be_handed_off_is_replayed() -> None:
@@ -107,7 +107,7 @@ async def test_a_target_that_was_lost_before_the_hand_over_costs_one_replay() ->
         await made.target.die()
         await made.cluster.until(lambda state: len(state["workers"]) == 2)
         made.source.player.may_hand_off.set()
-        assert await moving is MoveResult.REPLAYED
+        assert await moving is MigrationState.REPLAYED
         await made.source.received.wait_for(lambda each: len(each.cancels) == 1)
         assert made.source.received.cancels[0].attempt == 1
         await made.ends()
@@ -121,7 +121,7 @@ async def test_a_target_that_fails_before_its_first_token_costs_one_replay(how: 
     )
     async with moves(max_replays=1) as made:
         only_on(made.target, **trouble)
-        assert await made.move() is MoveResult.REPLAYED
+        assert await made.move() is MigrationState.REPLAYED
         await made.source.received.wait_for(lambda each: len(each.cancels) == 1)
         assert made.source.received.cancels[0].attempt == 1
         calls = made.target.received.decodes
@@ -138,7 +138,7 @@ async def test_a_source_that_dies_while_it_lends_costs_one_replay() -> None:
         await made.target.received.wait_for(lambda each: len(each.decodes) == 1)
         only_on(made.target)
         await made.source.die()
-        assert await moving is MoveResult.REPLAYED
+        assert await moving is MigrationState.REPLAYED
         await made.ends()
 
 
@@ -156,7 +156,7 @@ FAILURES: dict[str, dict[str, Any]] = {
 }
 
 
-async def fails(made: Moves, how: str) -> "asyncio.Task[MoveResult]":
+async def fails(made: Moves, how: str) -> "asyncio.Task[MigrationState]":
     """Begin a move whose first target fails in this way, and whose second one is THIRD if it is attached by then."""
     only_on(made.target, **FAILURES[how])
     made.source.player.may_hand_off.clear()
@@ -181,7 +181,7 @@ async def test_a_second_target_fetches_what_the_source_still_lends(how: str) -> 
     """max_replays=0: nothing is computed again. It is the same attempt, by whose number the lease is known."""
     async with moves() as made:
         moving = await fails(made, how)
-        assert await moving is MoveResult.MOVED
+        assert await moving is MigrationState.MOVED
         await made.ends()
         (order,) = made.source.received.hand_offs
         (call,) = made.cluster.workers[THIRD].received.decodes
@@ -198,18 +198,18 @@ async def test_a_second_target_fetches_what_the_source_still_lends(how: str) -> 
 
 @pytest.mark.parametrize("why", ["it shows signs of life", "no other worker could take it"])
 async def test_a_slow_target_is_waited_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.migration.moving, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(router.migration.migrator, "_SILENT_SECONDS", 0.05)
     async with moves() as made:
         only_on(made.target, token_delay_seconds=0.2)
         if why == "it shows signs of life":
             signs = count()
-            monkeypatch.setattr(Move, "progress", property(lambda _: next(signs)))
+            monkeypatch.setattr(Migration, "progress", property(lambda _: next(signs)))
             moving = asyncio.create_task(made.move())
             await made.target.received.wait_for(lambda each: len(each.decodes) == 1)
             await made.cluster.add(Role.DECODE, THIRD)
-            assert await moving is MoveResult.MOVED
+            assert await moving is MigrationState.MOVED
         else:
-            assert await made.move() is MoveResult.MOVED
+            assert await made.move() is MigrationState.MOVED
         await made.ends()
         (record,) = made.metrics.moves.recent
         assert record.targets == [TARGET]
@@ -224,7 +224,7 @@ async def test_after_two_targets_that_failed_the_answer_is_computed_again() -> N
         for name in (THIRD, "fourth"):
             only_on(await made.cluster.add(Role.DECODE, name), **FAILURES["fails"])
         made.source.player.may_hand_off.set()
-        assert await moving is MoveResult.REPLAYED
+        assert await moving is MigrationState.REPLAYED
         await made.source.received.wait_for(lambda each: len(each.cancels) == 1)
         assert made.source.received.cancels[0].attempt == 1
         await made.ends()
@@ -252,16 +252,16 @@ async def test_while_the_second_target_has_no_room(what: str) -> None:
         only_on(made.target)
         if what == "room":
             hold.release()
-            assert await moving is MoveResult.MOVED
+            assert await moving is MigrationState.MOVED
         elif what == "cancel":
             made.asking.pop().cancel()
-            assert await moving is MoveResult.ENDED
+            assert await moving is MigrationState.ENDED
         else:
             if what == "death of the source":
                 await made.source.die()
             elif what == "deadline of its drain":
                 made.source.stream.grant(pb.Credit(is_draining=True, drain_seconds=0.0))
-            assert await moving is MoveResult.REPLAYED
+            assert await moving is MigrationState.REPLAYED
         if what != "room":
             hold.release()
             assert not third.received.decodes or what == "death of the source"
@@ -284,7 +284,7 @@ async def test_a_cancel_before_the_hand_over_names_the_next_attempt() -> None:
         await made.source.received.wait_for(lambda each: len(each.cancels) == 1)
         assert made.source.received.cancels[0].attempt == 1
         made.source.player.may_hand_off.set()
-        assert await moving is MoveResult.ENDED
+        assert await moving is MigrationState.ENDED
         await nothing_is_left(made.cluster)
         assert not made.target.received.decodes
 
@@ -298,7 +298,7 @@ async def test_a_cancel_after_the_hand_over_ends_lease_and_target() -> None:
         for worker in (made.source, made.target):
             await worker.received.wait_for(lambda each: len(each.cancels) == 1)
             assert worker.received.cancels[0].attempt == 1
-        assert await moving is MoveResult.ENDED
+        assert await moving is MigrationState.ENDED
         await nothing_is_left(made.cluster)
 
 

@@ -43,7 +43,7 @@ class Stream(OrderStream):
 
     def sent(self) -> list[str]:
         """Return what the next message orders: names of starts, and of cancels behind a minus sign."""
-        taken = self.take()
+        taken = self.next_message()
         orders = taken[0].orders.orders if taken else []
         return [
             f"-{order.cancel.request_id}" if order.HasField("cancel") else order.decode.task.request_id
@@ -57,7 +57,7 @@ async def test_the_orders_of_one_moment_are_one_message() -> None:
     stream.stop("a")
     stream.begin("b")
     assert stream.sent() == ["a", "b", "-a"]
-    assert stream.take() is None
+    assert stream.next_message() is None
     stream.close()
 
 
@@ -87,7 +87,7 @@ async def test_messages_about_the_worker_go_first() -> None:
     stream = Stream()
     stream.begin("a")
     stream.send(pb.RouterMessage(undrain=pb.Undrain()))
-    taken = stream.take()
+    taken = stream.next_message()
     assert taken and taken[0].HasField("undrain")
     assert stream.sent() == ["a"]
     stream.close()
@@ -177,7 +177,7 @@ def test_exactly_the_starts_that_were_not_carried_out_are_awaited(steps: list[st
                 known += stream.sent()
             else:
                 carried_out = min(carried_out + int(step), len(known))
-                stream.carried_out(carried_out)
+                stream.on_carried_out(carried_out)
         done = {name for name in known[:carried_out] if not name.startswith("-")}
         awaited = [start.order.decode.task.request_id for start in stream._awaited]
         assert awaited == [f"r{number}" for number in range(num_starts) if f"r{number}" not in done]

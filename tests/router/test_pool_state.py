@@ -10,10 +10,10 @@ from protos import worker_pb2 as pb
 from router.routing.running_shares import Held
 from router.telemetry.goals import Goals
 from router.telemetry.pool_state import PoolState, RecentLatency, decided_by, pool_states
-from router.testing.script import Script
 from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
 from router.workers.worker_facts import ShownState
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids
 

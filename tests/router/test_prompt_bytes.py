@@ -17,8 +17,8 @@ from contract.errors import ContextLengthError, InvalidRequestError, OverloadedE
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from router.intake.request import GenerationRequest, tokenize
-from router.intake.tokenizing import TokenizerThreads, size_of
-from router.testing.script import Script
+from router.intake.request_preparer import TokenizerThreads, size_of
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, model_files, tiny_tokenizer, write_model
 from text.chat import Chat

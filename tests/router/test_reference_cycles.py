@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from contract.identity import Role
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TOKENS, nothing_is_left
 

@@ -14,8 +14,8 @@ import trustme
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from router.testing.script import Script
 from tests.certificates import write_certificate
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, word_id
 

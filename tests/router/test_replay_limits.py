@@ -13,9 +13,9 @@ from protos import worker_pb2 as pb
 from router.admission.unreachable_pairs import UnreachablePairs
 from router.attempts.failures import Failures
 from router.attempts.leg_outcome import Failure
-from router.testing.script import Script
 from router.workers.worker_calls import open_worker_calls
 from serving.cluster_tls import router_tls
+from tests.fakes.router.script import Script
 from tests.router.cluster import SECRET, running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from contract.errors import OverloadedError
 from contract.outputs import FinishReason
-from router.admission.admission import WaitingCounts
 from router.answers.answer import Delta, Usage
 from router.attempts.leg_outcome import LegReport
-from router.attempts.request_tracker import RequestTracker
-from router.attempts.tracked_request import RequestState, TrackedRequest
+from router.attempts.request_tracker import RequestState, RequestTracker, TrackedRequest
+from router.intake.limits import ClientCounts
 from router.intake.request import BACKGROUND_PRIORITY, GenerationRequest
 from router.telemetry.metrics import RouterMetrics
 from router.tokens.delivery import Token
@@ -24,7 +23,7 @@ def test_an_answer_that_its_client_still_reads_neither_waits_nor_runs() -> None:
     usage = Usage(num_prompt_tokens=1, num_completion_tokens=0, num_cached_tokens=0)
     with tracker.open(GenerationRequest(request_id="a", prompt="x")) as tracked:
         assert (tracker.num_waiting, tracker.num_running) == (1, 0)
-        tracked.bound()
+        tracked.on_bound()
         assert (tracker.num_waiting, tracker.num_running) == (1, 0)
         tracked.finish(Delta(), FinishReason.STOP, usage, LegReport())
         assert (tracker.num_waiting, tracker.num_running) == (0, 0)
@@ -55,10 +54,10 @@ def test_one_client_does_not_keep_another_out_of_the_queue() -> None:
 def test_the_queue_is_bounded_and_no_client_is_kept_out(tenants: list[str], max_queue: int) -> None:
     """M3: at most twice ``max_queue`` wait; a client below its share is always admitted."""
     waiting: Counter[str] = Counter()
-    counts = WaitingCounts()
+    counts = ClientCounts()
     for tenant in tenants:
         num_clients = len({name for name in waiting if waiting[name]} | {tenant})
-        if counts.has_slot(tenant, max_queue):
+        if counts.has_room(tenant, max_queue):
             waiting[tenant] += 1
             counts.add(tenant, 1)
         else:
@@ -76,16 +75,16 @@ def test_the_queue_is_bounded_and_no_client_is_kept_out(tenants: list[str], max_
 def test_many_at_once_are_admitted_as_one_after_the_other(
     before: list[str], tenant: str, num_more: int, max_queue: int
 ) -> None:
-    at_once = WaitingCounts()
-    one_by_one = WaitingCounts()
+    at_once = ClientCounts()
+    one_by_one = ClientCounts()
     for name in before:
         at_once.add(name, 1)
         one_by_one.add(name, 1)
     is_admitted = True
     for _ in range(num_more):
-        is_admitted &= one_by_one.has_slot(tenant, max_queue)
+        is_admitted &= one_by_one.has_room(tenant, max_queue)
         one_by_one.add(tenant, 1)
-    assert at_once.has_slot(tenant, max_queue, num_more) is is_admitted
+    assert at_once.has_room(tenant, max_queue, num_more) is is_admitted
 
 
 @given(
@@ -114,9 +113,9 @@ def test_the_counts_are_those_of_the_requests(events: list[tuple[str, int, bool]
             if event == "finish":
                 tracked.finish(Delta(), FinishReason.STOP, usage, LegReport())
             elif event == "arrived":
-                tracked.arrived(Delta(tokens=[Token(index=0, token_id=1)]))
+                tracked.on_delta(Delta(tokens=[Token(index=0, token_id=1)]))
             elif event in ("queued", "bound"):
-                getattr(tracked, event)()
+                tracked.on_queued() if event == "queued" else tracked.on_bound()
             else:
                 held.pop(number)[0].close()
         states = Counter(tracked.state for _, tracked in held)

@@ -12,31 +12,32 @@ from hypothesis import strategies as st
 
 from contract.errors import WorkerLostError
 from contract.identity import Role
+from contract.layout import KVLayout
 from contract.membership import Credit, Registration
 from contract.sampling import SamplingParams
 from protos import WORKER_PROTOCOL_MAX
 from router.admission.admission_queue import AdmissionQueue
 from router.admission.fair_queue import QueueOrder
-from router.admission.reservation import Reservation
-from router.admission.start_limiter import _MOST_ALONE
+from router.admission.reservation import _MOST_ALONE, Reservation
 from router.admission.unreachable_pairs import UnreachablePairs
 from router.attempts.attempt import Attempt, begin
 from router.attempts.attempt_legs import AttemptLegs
-from router.attempts.attempt_output import AttemptOutput
+from router.attempts.current_attempt import CurrentAttempt
 from router.attempts.leg_outcome import LegReport
 from router.attempts.leg_requests import AttemptTask
-from router.concurrency.change_signal import ChangeSignal
+from router.concurrency import ChangeSignal
 from router.intake.prepared_request import PreparedRequest
 from router.routing.legs import LEG_KINDS
 from router.routing.policy import PlacementRequest
 from router.routing.running_shares import RunningShares
 from router.routing.views import WorkerView
-from router.testing.worker import kv_layout
+from router.tokens.delivery import AttemptOutput
 from router.tokens.inbox import UnreadBytes
 from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
 from router.workers.registry import Registry
-from wire.membership import layout_from_proto
+from tests.fakes.router.worker import kv_layout
+from wire.membership import from_proto
 
 REQUEST = PlacementRequest(num_prompt_tokens=10, num_answer_tokens=5)
 
@@ -84,7 +85,7 @@ class Queue:
             address="a:1",
             control_address="a:2",
             model_fingerprint="m@float32",
-            kv_layout=layout_from_proto(kv_layout()),
+            kv_layout=from_proto(KVLayout, kv_layout()),
             max_model_len=1000,
         )
         worker = self.registry.new_worker(
@@ -120,7 +121,15 @@ class Queue:
             task = AttemptTask(request.of_choice(choice))
             legs = AttemptLegs.of(reservation, LEG_KINDS)
             with unread.open("a") as account:
-                attempts.append(Attempt(task, legs, LegReport(), AttemptOutput(0, account, 1000)))
+                attempts.append(
+                    Attempt(
+                        task,
+                        legs,
+                        LegReport(),
+                        AttemptOutput(0, account, 1000, lambda batch: None),
+                        CurrentAttempt(),
+                    )
+                )
         begin(attempts, reservation)
         return attempts
 
@@ -253,7 +262,7 @@ async def test_a_worker_that_is_lost_before_the_legs_begin_fails_their_attempts(
                 await attempt.next()
             assert attempt.failure and attempt.failure.failed_workers == {worker}
             attempt.close()
-    assert not any(each.orders.take() for each in [worker, *made.registry.workers])
+    assert not any(each.orders.next_message() for each in [worker, *made.registry.workers])
     assert made.held == [(0, 0), (0, 0)]
     assert (worker.capacity.num_requests, successor.capacity.num_requests) == (0, 0)
 
@@ -261,7 +270,7 @@ async def test_a_worker_that_is_lost_before_the_legs_begin_fails_their_attempts(
 @pytest.mark.parametrize("is_begun", [True, False])
 async def test_a_reservation_counts_as_a_start(monkeypatch: pytest.MonkeyPatch, is_begun: bool) -> None:
     """A client's next request waits while a few are decided on, until the orders of one are sent or one is given up."""
-    monkeypatch.setattr("router.admission.start_limiter._TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr("router.admission.reservation._TIMEOUT_SECONDS", 60.0)
     made = Queue(max_requests=100)
     async with AsyncExitStack() as stack, AsyncExitStack() as late:
         for _ in range(_MOST_ALONE):
@@ -272,7 +281,7 @@ async def test_a_reservation_counts_as_a_start(monkeypatch: pytest.MonkeyPatch, 
         if is_begun:
             made.begin(reservation)
             for worker in made.registry.workers:
-                taken = worker.orders.take()
+                taken = worker.orders.next_message()
                 assert taken
                 await next_rounds()
                 assert not following.done()

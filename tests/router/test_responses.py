@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import TransferError
 from contract.identity import Role
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import cancelled_on, nothing_is_left
 from tests.router.test_grammars import grammars_of

@@ -12,8 +12,8 @@ from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos.worker_pb2 import Credit
-from router.grpc.calls import REQUEST_ID_KEY
-from router.testing.script import Script
+from router.grpc.servicer import REQUEST_ID_KEY
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END
 

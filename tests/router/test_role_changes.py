@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from contract.identity import WORKER_ROLES, Role
-from router.routing.role_changes import is_role_needed, missing_roles
+from router.routing.policy import is_role_needed, missing_roles
 
 P, D = Role.PREFILL, Role.DECODE
 ROLES = st.lists(st.sampled_from(WORKER_ROLES), min_size=1, max_size=5)

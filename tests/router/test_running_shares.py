@@ -13,7 +13,7 @@ from protos import worker_pb2 as pb
 from router.routing.policy import PlacementRequest, place
 from router.routing.running_shares import RECENT_SECONDS, Held, RunningShares, TotalCredit
 from router.routing.views import WorkerView, WorkerViews
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS
 

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from contract.scaling import HOLDS, Direction, PoolScaling, ScalingReason, ScalingReport
 from router.admin.scaling import ScalingReports
 from router.telemetry.metrics import RouterMetrics
-from router.testing.script import Script
 from serving.metrics import render
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_worker_admin import ADMIN, bearer
 from tests.text.tiny_model import END
@@ -50,7 +50,7 @@ class Book:
 def test_a_decision_is_published_with_what_holds_it() -> None:
     book = Book()
     assert book.samples() == {}
-    book.reports.take(REPORT)
+    book.reports.record(REPORT)
     samples = book.samples()
     assert samples["desired_workers", "prefill"] == 3
     assert samples["desired_workers", "decode"] == 1
@@ -64,10 +64,10 @@ def test_a_decision_is_published_with_what_holds_it() -> None:
 
 def test_the_next_decision_replaces_it_and_counts_go_on() -> None:
     book = Book()
-    book.reports.take(REPORT)
-    book.reports.take(ScalingReport(prefill=STEADY, decode=STEADY))
-    book.reports.take(REPORT)
-    book.reports.take(ScalingReport(prefill=STEADY, decode=STEADY))
+    book.reports.record(REPORT)
+    book.reports.record(ScalingReport(prefill=STEADY, decode=STEADY))
+    book.reports.record(REPORT)
+    book.reports.record(ScalingReport(prefill=STEADY, decode=STEADY))
     samples = book.samples()
     assert samples["desired_workers", "prefill"] == 1
     assert not any(value for key, value in samples.items() if key[0] == "scaling_held_workers")
@@ -77,7 +77,7 @@ def test_the_next_decision_replaces_it_and_counts_go_on() -> None:
 
 def test_an_old_decision_is_withdrawn_and_its_age_is_published_for_an_hour() -> None:
     book = Book()
-    book.reports.take(REPORT)
+    book.reports.record(REPORT)
     book.now = 60.0
     assert ("desired_workers", "prefill") in book.samples()
     assert book.reports.facts()["prefill"]["desired_workers"] == 3
@@ -88,7 +88,7 @@ def test_an_old_decision_is_withdrawn_and_its_age_is_published_for_an_hour() -> 
     assert book.reports.facts() == {}
     book.now = 3600.1
     assert {key[0] for key in book.samples()} == {"scaling_decisions_total"}
-    book.reports.take(REPORT)
+    book.reports.record(REPORT)
     assert book.samples()["scaling_decision_age_seconds",] == 0
 
 

@@ -1,7 +1,7 @@
 """The scripted worker answers what it is asked, or ends the request at once."""
 
 from contract.identity import Role
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.tool_cluster import CHAT
 from tests.text.tiny_model import byte_ids

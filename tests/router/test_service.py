@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,13 +21,14 @@ from contract.errors import SettingError
 from contract.identity import Role
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker
 from serving.metric_names import ROUTER_METRICS
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker
 from tests.private_files import write_private
 from tests.router.cluster import SECRET, Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids, model_files, write_model
 
+PORTS = ("http", "grpc", "internal", "admin")
 HELLO = Script(tokens=[*byte_ids(b"abc"), END])
 SERVE = """
 import asyncio, json, sys
@@ -82,6 +84,7 @@ async def test_the_stages_of_a_start(tmp_path: Path) -> None:
         await broken.start()
     assert listening() == before, "the model comes before the ports"
     await broken.stop()
+    ports["worker_wait_seconds"] = 0
     service = RouterService(RouterSettings(**ports, secret=SECRET, model=write_model(tmp_path / "tiny")))
     await service.start()
     try:
@@ -99,6 +102,24 @@ async def test_the_stages_of_a_start(tmp_path: Path) -> None:
     finally:
         await service.stop()
     assert listening() == before
+
+
+async def test_ports_open_from_the_workers_to_the_operators() -> None:
+    """A2: recorded by starts that fail at each port in turn; workers can attach before a client can send a request."""
+    num_open_before = dict[str, int]()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports: dict[str, Any] = dict.fromkeys(PORTS, "127.0.0.1:0")
+        for name in PORTS:
+            before = listening()
+            address = join_address("127.0.0.1", taken.getsockname()[1])
+            service = RouterService(RouterSettings(**{**ports, "secret": SECRET, name: address}))
+            with pytest.raises(SettingError, match="cannot listen there") as caught:
+                await service.start()
+            assert caught.value.param == name
+            num_open_before[name] = len(listening() - before)
+            await service.stop()
+            assert listening() == before
+    assert num_open_before == {"internal": 0, "grpc": 1, "http": 2, "admin": 3}
 
 
 async def test_a_request_waits_while_the_model_is_loaded_from_the_first_worker() -> None:
@@ -240,9 +261,6 @@ async def test_a_router_without_public_ports_listens_for_workers_and_operators_o
         }
     finally:
         await service.stop()
-
-
-PORTS = ("http", "grpc", "internal", "admin")
 
 
 async def asks(cluster: Cluster, host: str) -> None:

@@ -14,7 +14,7 @@ from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.answers.answer import Delta
 from router.answers.merge_streams import merge_streams
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.router.test_ends import nothing_is_left
 from tests.text.tiny_model import END, byte_ids, word_id

@@ -9,7 +9,7 @@ import grpc.aio
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 
 TOKENS = [72, 101, 108, 108, 111]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from contract.errors import CancelledError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing.script import Script
 from router.tokens.inbox import Inbox, UnreadBytes
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, nothing_is_left
 from tests.text.tiny_model import END, byte_ids

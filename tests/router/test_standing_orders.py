@@ -13,8 +13,8 @@ import pytest
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_worker_admin import obey, workers_of
 from tests.scripted_checkpoint import make_scripted_checkpoint

@@ -10,7 +10,7 @@ import pytest
 from contract.errors import DeadlineError, OverloadedError, TransferError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER

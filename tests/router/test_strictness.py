@@ -7,7 +7,7 @@ import pytest
 from contract.identity import Role
 from router.http.fields.foreign import PEER_FIELDS
 from router.http.fields.unsupported import NEUTRAL
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import CHAT, SAY, TEXT, check_all, check_error
 from tests.text.tiny_model import END, word_id

@@ -8,7 +8,7 @@ from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.routing.policy import PlacementRequest, candidates, place
 from router.routing.views import WorkerView, WorkerViews
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER

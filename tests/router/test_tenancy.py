@@ -11,7 +11,7 @@ from contract.identity import Role
 from router.intake.limits import TenantRules, tenant_salt
 from router.intake.prepared_request import PreparedRequest
 from router.intake.request import BACKGROUND_PRIORITY
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS

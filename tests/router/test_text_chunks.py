@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.answers.answer import Delta
-from router.http.formatter import AnswerOptions
+from router.http.exchange import AnswerOptions
 from router.http.generation.chat_formatter import ChatFormatter
-from router.http.generation.completion_formatter import CompletionFormatter
-from router.http.generation.echo import PromptView
+from router.http.generation.completion_formatter import CompletionFormatter, PromptView
 from router.tokens.delivery import Token
 from tests.text.tiny_model import tiny_tokenizer
 from text.tokenizer import Tokenizer

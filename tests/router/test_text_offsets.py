@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.http.generation.offsets import text_offsets, token_offsets
-from router.testing.script import Script
+from router.http.generation.completion_formatter import text_offsets, token_offsets
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.test_tokenizer import sentencepiece_like
 from tests.text.tiny_model import BOS, END, byte_ids, tiny_tokenizer, word_id

@@ -19,29 +19,26 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.admission.admission_queue import AdmissionQueue
 from router.admission.fair_queue import QueueOrder
-from router.admission.reservation import Reservation
-from router.admission.start_limiter import StartLimiter
+from router.admission.reservation import Reservation, StartLimiter
 from router.admission.unreachable_pairs import UnreachablePairs
 from router.attempts.request_run import RequestRuns
 from router.attempts.request_tracker import RequestTracker
 from router.attempts.suspects import Suspects
-from router.concurrency.change_signal import ChangeSignal
-from router.concurrency.tasks import TaskSet
+from router.concurrency import ChangeSignal, TaskSet
 from router.intake.prepared_request import PreparedRequest
 from router.intake.request import GenerationRequest
 from router.migration.evacuation import Evacuation
-from router.migration.moving import Mover
+from router.migration.migrator import Migrator
 from router.ports.membership import MembershipServicer
 from router.routing.legs import DECODE, LEG_KINDS, PREFILL, LegKind, LegPlan, Placement, Result
 from router.routing.policy import PlacementRequest
 from router.telemetry.metrics import RouterMetrics
-from router.testing.script import Script, Writer
-from router.testing.worker import ScriptedWorker
 from router.tokens.inbox import UnreadBytes
 from router.workers.registry import Registry
 from serving.cluster_tls import router_tls
-from serving.grpc_options import internal_server_options
-from serving.grpc_server import start_grpc
+from serving.grpc_options import internal_server_options, start_grpc
+from tests.fakes.router.script import Script, Writer
+from tests.fakes.router.worker import ScriptedWorker
 from tests.router.cluster import SECRET
 from wire.legs import embed_to_proto
 
@@ -134,7 +131,9 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     worker_pb2_grpc.add_MembershipServicer_to_server(
         MembershipServicer(
             registry,
-            Evacuation(registry, runs, Mover(registry, runs, metrics.moves), tasks, changes, metrics.drains),
+            Evacuation(
+                registry, runs, Migrator(registry, runs, metrics.moves), tasks, changes, metrics.drains
+            ),
             "router-0",
             cluster,
             5.0,

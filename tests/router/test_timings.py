@@ -10,7 +10,7 @@ from contract.identity import Role
 from contract.outputs import TransferReport
 from protos import worker_pb2 as pb
 from router.answers.timings import Stopwatch, Timings
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids
 

@@ -9,7 +9,7 @@ import pytest
 
 from contract.identity import Role
 from protos import inference_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import check_error
 from tests.text.tiny_model import END, byte_ids, word_id

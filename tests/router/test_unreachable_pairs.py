@@ -15,9 +15,10 @@ from router.routing.legs import AGGREGATED, DECODE, PREFILL, placed
 from router.routing.policy import PlacementRequest, place
 from router.routing.running_shares import Held
 from router.routing.views import WorkerView, WorkerViews
-from router.testing.script import Script
 from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
+from tests.clock import Clock
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_policy import WISH, worker
@@ -65,14 +66,6 @@ async def test_another_pair_takes_over_from_an_unreachable_one() -> None:
             "kvbaton_request_local_recomputes_total" not in metrics
             or not metrics["kvbaton_request_local_recomputes_total"]
         )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def attached(role: Role, name: str) -> AttachedWorker:

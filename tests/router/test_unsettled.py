@@ -7,10 +7,10 @@ import pytest
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.migration.move import MoveResult
+from router.migration.migration import MigrationState
 from router.routing.policy import PlacementRequest, never_bound, place
 from router.routing.views import WorkerView, WorkerViews
-from router.testing.worker import ScriptedWorker
+from tests.fakes.router.worker import ScriptedWorker
 from tests.router.cluster import PAIR, running_cluster
 from tests.router.moves import SOURCE, TARGET, moves
 from tests.router.test_worker_admin import HELLO
@@ -53,11 +53,11 @@ async def test_no_answer_is_moved_to_an_unsettled_worker() -> None:
     async with moves() as made:
         made.target.stream.grant(pb.Credit(**FULL, is_unsettled=True))
         await made.cluster.until(lambda state: any(w["is_unsettled"] for w in state["workers"]))
-        assert not made.mover.has_target(made.attached())
-        assert await made.move() is MoveResult.NO_TARGET
+        assert not made.migrator.has_target(made.attached())
+        assert await made.move() is MigrationState.NO_TARGET
         made.target.stream.grant(pb.Credit(**FULL))
         await made.cluster.until(lambda state: not any(w["is_unsettled"] for w in state["workers"]))
-        assert await made.move() is MoveResult.MOVED
+        assert await made.move() is MigrationState.MOVED
         await made.ends()
 
 
@@ -93,7 +93,7 @@ async def test_answers_stay_on_a_worker_that_decodes_in_its_new_role() -> None:
         await made.cluster.until(lambda state: any(w["is_unsettled"] for w in state["workers"]))
         await asyncio.sleep(0.15)
         assert not made.source.received.hand_offs
-        assert await made.move() is MoveResult.MOVED
+        assert await made.move() is MigrationState.MOVED
         await made.ends()
 
 

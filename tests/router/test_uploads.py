@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.files.uploads import UploadDeadline, shown_name
+from router.http.files.files import UploadDeadline, shown_name
 from tests.router.batch_cluster import call, filing_cluster
 
 MARKS = "\u202a\u202b\u202d\u202e\u2066\u2067\u2069\u200e\u200f\u061c\u200b\ufeff\u2028\x00\x1b\x7f\x9b\n\r\t"

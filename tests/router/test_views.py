@@ -13,23 +13,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from contract.identity import Role
+from contract.layout import KVLayout
 from contract.membership import Credit, Load, Registration
 from protos import WORKER_PROTOCOL_MAX
-from router.concurrency.change_signal import ChangeSignal
+from router.concurrency import ChangeSignal
 from router.routing.legs import EMBEDDING, GENERATION, Placement, RequestPlan
 from router.routing.policy import PlacementRequest, awaited, candidates, fits, place
 from router.routing.running_shares import RecentClients
 from router.routing.views import WorkerSize, WorkerView, WorkerViews, is_full
-from router.testing.worker import kv_layout
 from router.workers.attached_worker import AttachedWorker
 from router.workers.capacity import CreditHold
 from router.workers.order_stream import OrderStream
 from router.workers.registry import Registry
+from tests.fakes.router.worker import kv_layout
 from tests.router.test_reservations import Queue, next_rounds
-from wire.membership import layout_from_proto
+from wire.membership import from_proto
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
-LAYOUT = layout_from_proto(kv_layout())
+LAYOUT = from_proto(KVLayout, kv_layout())
 NAMES = st.sampled_from(["w0", "w1", "w2", "w3"])
 CLIENTS = st.sampled_from(["alice", "bob"])
 
@@ -154,7 +155,7 @@ class ViewsStayFresh(RuleBasedStateMachine):
     @invariant()
     def are_the_counts_of_clients_right(self) -> None:
         decoding = [(client, tokens) for role, client, tokens, _ in self.holds if role is not P]
-        use = self.registry._held
+        use = self.registry.held
         assert use.num_requests == Counter(client for client, _ in decoding)
         tokens: Counter[str] = Counter()
         for client, num_tokens in decoding:

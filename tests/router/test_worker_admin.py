@@ -12,8 +12,8 @@ from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing.script import Script
-from router.testing.worker import ScriptedWorker
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import ScriptedWorker
 from tests.private_files import write_private
 from tests.router.cluster import PAIR, SECRET, Cluster, running_cluster
 from tests.text.tiny_model import END, word_id
@@ -136,7 +136,7 @@ async def test_a_figure_that_is_not_known_is_null() -> None:
     assert figures == {
         *("num_running", "num_waiting", "queued_prompt_tokens", "kv_cache_usage", "num_free_blocks"),
         *("prefix_hit_rate", "num_leases", "num_fetches", "step_seconds", "prefill_seconds_per_token"),
-        *("ttft_seconds", "itl_seconds", "admin_address", "host", "gpu_used_bytes", "gpu_bytes"),
+        *("ttft_seconds", "itl_seconds", "admin_address", "host", "gpu_used_bytes", "gpu_bytes", "group"),
     }
     assert (worker["role"], worker["state"], worker["build"]) == ("both", "serving", "7.8.9")
     assert (worker["pid"], worker["num_blocks"], worker["num_legs"]) == (4711, 100, 0)

@@ -2,14 +2,8 @@
 
 import pytest
 
-from router.workers.worker_latency import MovingMean, WorkerLatency
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from router.workers.attached_worker import MovingMean, WorkerLatency
+from tests.clock import Clock
 
 
 def test_a_mean_is_unknown_before_the_first_sample_and_when_the_last_one_is_old() -> None:

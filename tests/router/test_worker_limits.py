@@ -10,22 +10,23 @@ from msgspec.structs import replace
 
 from contract.errors import SIZE_PARAM, InvalidRequestError
 from contract.identity import Role
+from contract.layout import KVLayout
 from contract.membership import Registration
 from protos import WORKER_PROTOCOL_MAX
 from protos import worker_pb2 as pb
-from router.concurrency.change_signal import ChangeSignal
+from router.concurrency import ChangeSignal
 from router.routing.legs import EMBEDDING, GENERATION, PREFILL
 from router.routing.policy import PlacementRequest, candidates, fits, place
 from router.routing.views import WorkerView, WorkerViews
-from router.testing.script import Script
-from router.testing.worker import kv_layout
 from router.workers.order_stream import OrderStream
 from router.workers.registry import Registry
+from tests.fakes.router.script import Script
+from tests.fakes.router.worker import kv_layout
 from tests.router.cluster import running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.text.tiny_model import END, byte_ids
-from wire.membership import layout_from_proto
+from wire.membership import from_proto
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 LONG = "x" * 50
@@ -188,7 +189,7 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
             address="a:1",
             control_address="a:2",
             model_fingerprint="m@float32",
-            kv_layout=layout_from_proto(kv_layout()),
+            kv_layout=from_proto(KVLayout, kv_layout()),
             max_model_len=length,
         )
         registry.attach(

@@ -6,8 +6,8 @@ import pytest
 
 from contract.identity import Role
 from contract.membership import Registration
-from router.testing.script import Script
-from router.workers.worker_memory import WorkerMemory
+from router.workers.registry import WorkerMemory
+from tests.fakes.router.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing.script import Script
+from tests.fakes.router.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids, model_files, tiny_tokenizer, write_model
 

@@ -13,8 +13,8 @@ from kvbaton_client import AsyncClient, Client, SamplingParams
 
 from contract.identity import Role
 from protos import worker_pb2
-from router.testing.script import Script
 from tests.chaos.settings import process_environment
+from tests.fakes.router.script import Script
 from tests.router.cluster import MODEL, Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
 

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from serving.http_connections import HttpLimits
 from serving.http_server import HttpServer, start_http
+from serving.penalties import Penalties
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BIG = 32 * 2**20
@@ -132,10 +133,18 @@ class Door:
 
 
 @asynccontextmanager
-async def serving(pages: Pages, limits: HttpLimits, tls: ssl.SSLContext | None = None) -> AsyncIterator[Door]:
+async def serving(
+    pages: Pages,
+    limits: HttpLimits,
+    tls: ssl.SSLContext | None = None,
+    penalties: Penalties | None = None,
+) -> AsyncIterator[Door]:
     """Run a server of these pages."""
     app = pages.app()
-    door = Door(await start_http(app, "127.0.0.1:0", shutdown_timeout_seconds=0.1, limits=limits, tls=tls))
+    server = await start_http(
+        app, "127.0.0.1:0", shutdown_timeout_seconds=0.1, limits=limits, tls=tls, penalties=penalties
+    )
+    door = Door(server)
     try:
         yield door
     finally:

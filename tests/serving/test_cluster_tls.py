@@ -45,6 +45,7 @@ class Recorder(worker_pb2_grpc.WorkerServicer):
         raise NotImplementedError
 
     Prepare: Any = _refuse
+    ResetPrefixCache: Any = _refuse
     GetModelFiles: Any = _refuse
 
 

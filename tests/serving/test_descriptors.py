@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from serving.descriptors import connection_caps, internal_connections, num_open_descriptors
+from serving.http_acceptor import connection_caps, internal_connections, num_open_descriptors
 
 
 @given(st.integers(1, 10**5), st.integers(256, 2**17), st.integers(0, 128))
@@ -54,7 +54,7 @@ def test_a_low_limit_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_soft_limit_is_raised_at_the_start() -> None:
     """H7: the common soft limit of 1,024 is not what bounds a service."""
     program = (
-        "import resource; from serving.descriptors import raise_descriptor_limit as lift;"
+        "import resource; from serving.http_acceptor import raise_descriptor_limit as lift;"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard));"
         "print(lift(), *resource.getrlimit(resource.RLIMIT_NOFILE))"

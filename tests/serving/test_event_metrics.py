@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from serving.event_metrics import EventCounter, EventHistogram
+from serving.metrics import EventCounter, EventHistogram
 
 BOUNDS = (0.005, 0.25, 1.0, 600.0)
 values = st.one_of(st.sampled_from((0.0, *BOUNDS)), st.floats(0, 1000, allow_nan=False))

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from contract.errors import OverloadedError
-from serving.fair_places import FairPlaces
+from serving.grpc_messages import FairPlaces
 
 
 async def hold(places: FairPlaces, client: str, connection: str, has_place: asyncio.Event) -> None:

@@ -6,7 +6,7 @@ import grpc.aio
 import pytest
 
 from contract.errors import DeadlineError
-from serving.grpc_errors import abort
+from serving.errors import abort
 
 
 class EndedCall:

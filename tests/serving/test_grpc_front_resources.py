@@ -15,7 +15,7 @@ from serving.http_connections import HttpLimits
 from tests.chaos.settings import process_environment
 from tests.descriptors import no_descriptor_left
 from tests.http2 import HELLO
-from tests.serving.test_grpc_front import PATIENT, serving
+from tests.serving.grpc_door import PATIENT, serving
 
 
 async def test_without_descriptors_a_client_is_told_so_and_the_next_one_waits(

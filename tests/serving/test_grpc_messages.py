@@ -9,11 +9,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from serving.api_keys import ApiKeys
-from serving.grpc_errors import address_of_peer
-from serving.grpc_keys import ApiKeyInterceptor
-from serving.grpc_messages import MessageInterceptor
-from serving.wrong_keys import WrongKeys
+from serving.api_keys import ApiKeys, WrongKeys
+from serving.errors import address_of_peer
+from serving.grpc_messages import ApiKeyInterceptor, MessageInterceptor
 
 BIG = 8 * 2**20
 KEYED = (("authorization", "Bearer sk-right"),)
@@ -52,7 +50,7 @@ async def serving(service: "Echo | Watch", **bounds: Any) -> AsyncIterator[grpc.
     """Run a server that requires a key, and open a channel to it."""
     server = grpc.aio.server(
         interceptors=[
-            ApiKeyInterceptor(ApiKeys("sk-right"), WrongKeys()),
+            ApiKeyInterceptor(ApiKeys("sk-right"), WrongKeys().note),
             MessageInterceptor("test.Echo", **bounds),
         ]
     )

@@ -14,8 +14,7 @@ import pytest
 
 from contract.addresses import split_address
 from serving.cluster_tls import ROUTER_NAME, router_tls, worker_tls
-from serving.grpc_options import internal_channel_options, internal_server_options
-from serving.grpc_server import start_grpc
+from serving.grpc_options import internal_channel_options, internal_server_options, start_grpc
 from serving.grpc_unauthenticated import MAX_UNSEEN, UnauthenticatedConnections
 
 SECRET = "the secret of this cluster, 32+ chars"

@@ -7,10 +7,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from serving.hpack_fields import FieldCount
-from serving.http2_frames import END_HEADERS, END_STREAM, PREFACE, FrameReader, Kind
+from serving.http2_frames import END_HEADERS, END_STREAM, PREFACE, FieldCount, FrameReader, Kind
 from serving.http2_limits import (
     BURST,
+    FIRST_BURST,
     MAX_BLOCK_BYTES,
     MAX_BLOCK_FRAMES,
     MAX_FIELDS,
@@ -19,20 +19,11 @@ from serving.http2_limits import (
     ClientFrames,
     FrameLimitError,
 )
+from tests.clock import Clock
 from tests.http2 import ENDLESS, HELLO, endless, frame, literal, new_headers, opened
 
 FEW = 64 * 2**20
 """More bytes than any kind of frame without end may have; padding is the largest."""
-
-
-class Clock:
-    """A clock that stands still until it is set."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def greeted(clock: Clock | None = None) -> ClientFrames:
@@ -50,7 +41,7 @@ def test_no_kind_of_frame_goes_on_without_end(name: str) -> None:
             frames.read_sent(data)
             num_bytes += len(data)
             assert num_bytes < FEW
-    assert frames.num_open <= MAX_OPEN_STREAMS + 1
+    assert len(frames.calls) <= MAX_OPEN_STREAMS + 1
 
 
 def test_a_header_block_may_have_its_size_and_no_byte_more() -> None:
@@ -142,9 +133,9 @@ def test_each_header_block_has_its_own_limit() -> None:
         frames.read_sent(
             opened(stream, 0) + frame(Kind.CONTINUATION, END_HEADERS, stream, new_headers(2**14))
         )
-        frames.read_answered(frame(Kind.HEADERS, END_HEADERS | END_STREAM, stream))
+        frames.answered.feed(frame(Kind.HEADERS, END_HEADERS | END_STREAM, stream))
     assert not frames.is_in_headers
-    assert not frames.num_open
+    assert not len(frames.calls)
     assert frames.num_blocks == 101
 
 
@@ -180,9 +171,52 @@ def test_frames_that_answer_the_server_are_free() -> None:
     frames = greeted()
     frames.read_sent(opened(1))
     for _ in range(3 * BURST):
-        frames.read_answered(frame(Kind.DATA, 0, 1, b"token"))
+        frames.answered.feed(frame(Kind.DATA, 0, 1, b"token"))
         frames.read_sent(frame(Kind.WINDOW_UPDATE, 0, 0, (14).to_bytes(4)))
-    assert frames.num_open == 1
+    assert len(frames.calls) == 1
+
+
+def test_a_new_client_may_send_what_it_needs_for_all_its_calls_at_once_and_no_more() -> None:
+    """128 calls, which a port allows at a time, each with a message, a larger window and an end."""
+    frames = greeted()
+    for number in range(127):
+        stream = 2 * number + 1
+        message = frame(Kind.DATA, END_STREAM, stream, bytes(5))
+        window = frame(Kind.WINDOW_UPDATE, 0, stream, (14).to_bytes(4))
+        frames.read_sent(opened(stream) + message + window + frame(Kind.RST_STREAM, 0, stream, bytes(4)))
+    assert (frames.calls.num_begun, len(frames.calls)) == (127, 0)
+    with pytest.raises(FrameLimitError, match="no message"):
+        frames.read_sent(frame(Kind.PING, 0, 0, bytes(8)) * 4)
+
+
+def test_a_client_that_reads_many_messages_may_send_more_at_once() -> None:
+    frames = greeted()
+    frames.read_sent(opened(1))
+    for _ in range(BURST):
+        frames.answered.feed(frame(Kind.DATA, 0, 1, b"token"))
+    frames.read_sent(frame(Kind.WINDOW_UPDATE, 0, 0, (14).to_bytes(4)) * BURST)
+    with pytest.raises(FrameLimitError, match="no message"):
+        frames.read_sent(frame(Kind.PING, 0, 0, bytes(8)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "has_accepted"),
+    [
+        (frame(Kind.SETTINGS, 0, 0), False),
+        (frame(Kind.PING, 1, 0, bytes(8)), False),
+        (frame(Kind.HEADERS, END_HEADERS | END_STREAM, 1), False),
+        (frame(Kind.RST_STREAM, 0, 1, bytes(4)), False),
+        (frame(Kind.HEADERS, END_HEADERS, 1), True),
+        (frame(Kind.DATA, 0, 1, b"token"), True),
+    ],
+)
+def test_only_a_call_that_the_server_accepts_makes_a_connection_useful(
+    answer: bytes, has_accepted: bool
+) -> None:
+    frames = greeted()
+    frames.read_sent(opened(1))
+    frames.answered.feed(answer)
+    assert frames.calls.has_accepted is has_accepted
 
 
 def test_acknowledgements_of_the_server_are_not_messages() -> None:
@@ -190,7 +224,7 @@ def test_acknowledgements_of_the_server_are_not_messages() -> None:
     with pytest.raises(FrameLimitError):
         for _ in range(3 * BURST):
             frames.read_sent(frame(Kind.PING, 0, 0, bytes(8)))
-            frames.read_answered(frame(Kind.PING, 1, 0, bytes(8)))
+            frames.answered.feed(frame(Kind.PING, 1, 0, bytes(8)))
 
 
 def test_a_steady_rate_is_allowed() -> None:
@@ -211,16 +245,16 @@ def test_a_large_message_is_free() -> None:
 def test_calls_that_end_leave_nothing() -> None:
     frames = greeted()
     ends = [
-        lambda stream: frames.read_answered(frame(Kind.RST_STREAM, 0, stream, bytes(4))),
+        lambda stream: frames.answered.feed(frame(Kind.RST_STREAM, 0, stream, bytes(4))),
         lambda stream: frames.read_sent(frame(Kind.RST_STREAM, 0, stream, bytes(4))),
-        lambda stream: frames.read_answered(frame(Kind.HEADERS, END_HEADERS | END_STREAM, stream)),
+        lambda stream: frames.answered.feed(frame(Kind.HEADERS, END_HEADERS | END_STREAM, stream)),
     ]
-    for number in range(999):
+    for number in range(FIRST_BURST // 2):
         stream = 2 * number + 1
         frames.read_sent(opened(stream))
-        assert frames.num_open == 1
+        assert len(frames.calls) == 1
         ends[number % 3](stream)
-        assert not frames.num_open
+        assert not len(frames.calls)
 
 
 def _size_of(kept: object) -> int:
@@ -247,7 +281,7 @@ def judged(pieces: list[bytes]) -> tuple[str, int, int]:
             frames.read_sent(piece)
     except FrameLimitError as error:
         verdict = error.reason
-    return verdict, frames.num_open, frames.num_blocks
+    return verdict, len(frames.calls), frames.num_blocks
 
 
 @given(streams, st.booleans(), st.lists(st.integers(0, 2000), max_size=20))
@@ -267,9 +301,9 @@ def test_whatever_comes_the_counters_stay_small(chunks: list[bytes]) -> None:
     try:
         for chunk in chunks:
             frames.read_sent(chunk)
-            frames.read_answered(chunk)
+            frames.answered.feed(chunk)
             assert _size_of(frames) < 2**17
-            assert frames.num_open <= MAX_OPEN_STREAMS
+            assert len(frames.calls) <= MAX_OPEN_STREAMS
     except FrameLimitError:
         pass
 

@@ -10,8 +10,10 @@ import trustme
 
 from serving.http_acceptor import listen
 from serving.http_connections import HttpLimits
+from serving.penalties import ALLOWANCE_SECONDS, HANDSHAKE_SECONDS, OPENING_SECONDS, Penalties
 from serving.tls import read_tls
 from tests.certificates import write_certificate
+from tests.serving.closed_penalties import Closed
 from tests.serving.http_clients import BIG, GET, Pages, serving
 
 PATIENT = 60.0
@@ -226,3 +228,45 @@ class _Full:
     def accept(self) -> tuple[socket.socket, tuple[str, int]]:
         self.num_calls += 1
         raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def test_a_connection_without_a_request_is_wasted_time() -> None:
+    """Its address waits when it has wasted much; one that sends requests does not."""
+    penalties = Penalties(lambda: 100.0)
+    number = int(ALLOWANCE_SECONDS / OPENING_SECONDS) + 1
+    async with serving(Pages(), HttpLimits(), penalties=penalties) as door:
+        for _ in range(number):
+            client = await door.connect(GET)
+            await client.read_head()
+            await client.close()
+        await door.until_empty()
+        assert not penalties.is_due("127.0.0.1")
+        for sent in [b"", b"no HTTP\r\n\r\n"] * (number // 2 + 1):
+            client = await door.connect(sent)
+            await client.close()
+        await door.until_empty()
+        assert penalties.is_due("127.0.0.1")
+
+
+async def test_a_connection_of_a_wasteful_address_waits_for_its_turn() -> None:
+    penalties = Closed("127.0.0.1")
+    async with serving(Pages(), HttpLimits(), penalties=penalties) as door:
+        client = await door.connect(GET)
+        head = asyncio.create_task(client.read_head())
+        await penalties.has_waiter.wait()
+        assert not head.done()
+        penalties.is_open.set()
+        assert b" 200 " in await head
+
+
+async def test_a_handshake_that_fails_is_wasted_time(tmp_path: Path) -> None:
+    """It wastes more time than a connection without TLS."""
+    penalties = Penalties(lambda: 100.0, has_tls=True)
+    tls = read_tls(*write_certificate(trustme.CA(), tmp_path, "localhost"))
+    assert tls
+    async with serving(Pages(), HttpLimits(), tls.context, penalties) as door:
+        for _ in range(int(ALLOWANCE_SECONDS / HANDSHAKE_SECONDS) + 1):
+            client = await door.connect(GET)
+            await client.ended()
+        await door.until_empty()
+        assert penalties.is_due("127.0.0.1")

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 
 from contract.errors import InvalidRequestError
-from serving.log_lines import MAX_LINE, safe_line
-from serving.log_repeats import MAX_RECORDS, WINDOW_SECONDS, RepeatFilter
-from serving.logs import configure_logs
+from serving.logs import MAX_LINE, MAX_RECORDS, WINDOW_SECONDS, RepeatFilter, configure_logs, safe_line
 
 
 @pytest.fixture

@@ -5,9 +5,16 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.metric_aliases import ALIASES, AliasCollector, MetricsOptions
 from serving.metric_names import ROUTER_METRICS, WORKER_METRICS
-from serving.metrics import EngineCollector, MetricsPage, parse_counter_name, render
+from serving.metrics import (
+    ALIASES,
+    AliasCollector,
+    EngineCollector,
+    MetricsOptions,
+    MetricsPage,
+    parse_counter_name,
+    render,
+)
 
 INFO = {"worker": "p,0", "role": "prefill", "build": "1"}
 

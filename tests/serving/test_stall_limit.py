@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from contract.errors import CancelledError
-from serving.stall_limit import stall_limit
+from serving.event_loop import stall_limit
 
 
 async def test_a_write_that_waits_too_long_ends_the_stream() -> None:

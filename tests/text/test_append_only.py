@@ -11,7 +11,7 @@ from contract.errors import InvalidRequestError
 from tests.text import agent_templates, template_sources
 from text.chat import Chat, parse_messages
 from text.templates.chat_template import ChatTemplate
-from text.templates.questions_turns import KEPT, KIND, is_continued, requests_of
+from text.templates.questions_tools import KEPT, KIND, is_continued, requests_of
 
 SOURCES = {**template_sources.ALL, **agent_templates.ALL}
 TEMPLATES = {

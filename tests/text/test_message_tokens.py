@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tests.text.tiny_model import END, byte_ids, model_files, tiny_tokenizer, write_model
 from text.chat import Chat
-from text.message_tokens import MessageEncoder
 from text.model_card import ModelCard
 from text.parsing.answer_format import ParserChoice
+from text.tokenizer import MessageEncoder
 
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
 USER, ASSISTANT = 3, 4

@@ -20,7 +20,7 @@ def card_with(tmp_path: Path, **files: Any) -> ModelCard:
 def test_a_card_of_a_plain_folder(tmp_path: Path) -> None:
     card = card_with(tmp_path)
     assert (card.name, card.max_model_len, card.vocab_size, card.eos_token_ids) == ("tiny", 128, 300, (END,))
-    assert (card.temperature, card.top_p, card.top_k) == (1.0, 1.0, 0)
+    assert (card.defaults.temperature, card.defaults.top_p, card.defaults.top_k) == (1.0, 1.0, 0)
     assert card.chat_template is not None
 
 
@@ -29,7 +29,7 @@ def test_generation_defaults_and_end_tokens(tmp_path: Path) -> None:
         tmp_path,
         generation_config={"temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": [7, 9]},
     )
-    assert (card.temperature, card.top_p, card.top_k) == (0.7, 0.8, 20)
+    assert (card.defaults.temperature, card.defaults.top_p, card.defaults.top_k) == (0.7, 0.8, 20)
     assert card.eos_token_ids == (END, 7, 9)
 
 
@@ -146,7 +146,7 @@ def test_null_and_other_spellings_of_no_choice_are_taken(tmp_path: Path) -> None
         generation_config=generation,
         tokenizer_config={},
     )
-    assert (card.top_k, card.temperature) == (0, 1.0)
+    assert (card.defaults.top_k, card.defaults.temperature) == (0, 1.0)
     assert card.eos_token_ids == (4,)
 
 

@@ -12,7 +12,7 @@ from contract.errors import InvalidRequestError
 from tests.text import template_sources as sources
 from text.chat import Chat, parse_messages
 from text.templates.chat_template import ChatTemplate
-from text.templates.report import TemplateReport
+from text.templates.probe import TemplateReport
 
 TEMPLATES = {
     name: ChatTemplate(source, bos_token="<s>", eos_token="</s>") for name, source in sources.ALL.items()

@@ -4,9 +4,9 @@ import pytest
 
 from contract.errors import InvalidRequestError
 from text.chat import Chat
+from text.templates.attempt import Search
 from text.templates.chat_template import ChatTemplate
 from text.templates.sandbox import TemplateLimitError
-from text.templates.search import Search
 
 READS_BEGINNING = (
     "{% if messages[0].content.startswith('A') %}!{% endif %}"

@@ -12,7 +12,7 @@ from contract.identity import Role
 from contract.outputs import EngineOutput, FinishReason
 from contract.requests import EngineRequest, SendTransfer
 from contract.sampling import SamplingParams
-from engine.testing.fakes import CRASH_TOKEN, fake_answer
+from tests.fakes.engine.fakes import CRASH_TOKEN, fake_answer
 from tests.transfer_faults.pool import LAYOUT
 from tests.transfer_faults.workers import Worker
 

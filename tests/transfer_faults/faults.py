@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
-from engine.testing.fakes import CRASH_TOKEN
 from tests.chaos.proxy import FaultyPort
+from tests.fakes.engine.fakes import CRASH_TOKEN
 from tests.transfer_faults.framed import FramedPort, Trick
 from tests.transfer_faults.pool import LAYOUT
 from tests.transfer_faults.workers import Worker

@@ -14,10 +14,12 @@ from contract.identity import Role, new_boot_id
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.client import ProcessClient
+from engine.connecting import Transfers
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.events import RetryStep
 from kv_transfer.settings import TransferSettings
+from roles.table import STAGES
 from tests.transfer_faults.pool import LAYOUT, start_coded_executor
 
 PEER_TIMEOUT = 0.4
@@ -73,7 +75,7 @@ class Worker:
         async with asyncio.timeout(_START_SECONDS):
             self.client = await ProcessClient.start(
                 engine,
-                TransferFactory(self._transfer(boot_id)),
+                Transfers(TransferFactory(self._transfer(boot_id)), STAGES),
                 start=start_coded_executor,
                 prepare=self.prepare,
             )

@@ -32,10 +32,9 @@ from engine.attention.triton_sizes import (
 from engine.compute import best_tokens
 from engine.compute.triton_kernels import KEYS_AT_ONCE, best_kernel, tokens_kernel
 from engine.fused import triton_kernels as fused
-from engine.fused import triton_turn as turn
-from engine.fused.rows import num_warps_of
-from engine.fused.turning import turn_launch
-from engine.kv_cache import folding
+from engine.fused import triton_rope as turn
+from engine.fused.rows import num_warps_of, rope_launch
+from engine.kv_cache import memory
 from engine.kv_cache.triton_kernels import fold_kernel
 from engine.sampling import triton_choosing, triton_draw, triton_search
 from engine.sampling import triton_kernels as draw
@@ -76,8 +75,8 @@ def compiled(
         launch = store_launch(4, head_dim)
         options = {"num_warps": launch["num_warps"]}
         sizes["heads"] = launch["heads"]
-    elif kernel is turn.turn_kernel:
-        launch = turn_launch(head_dim)
+    elif kernel is turn.rope_kernel:
+        launch = rope_launch(head_dim)
         options = {"num_warps": launch["num_warps"]}
         sizes["heads"] = launch["heads"]
     elif kernel is splits.combine_kernel:
@@ -176,13 +175,13 @@ def compiled_tokens(target: GPUTarget) -> dict[str, Any]:
 
 def compiled_fold(target: GPUTarget) -> dict[str, Any]:
     """Return the same for the kernel that digests blocks. loads_ahead: the loads of a thread before its first product."""
-    constants = {**folding.STEPS, "tile": folding.TILE, "num_tiles": folding.NUM_TILES}
+    constants = {**memory.STEPS, "tile": memory.TILE, "num_tiles": memory.NUM_TILES}
     names = fold_kernel.arg_names
     kinds = dict.fromkeys(constants, "constexpr") | {"words": "*i64", "packed": "*i64"}
     signature = {name: kinds.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fold_kernel, signature, values)
-    result = triton.compile(source, target=target, options={"num_warps": folding.NUM_WARPS})
+    result = triton.compile(source, target=target, options={"num_warps": memory.NUM_WARPS})
     masked = result.asm["ptx"].partition("@%p")[2]
     return {
         "dtype": "int64",
@@ -267,7 +266,7 @@ def main() -> None:
             splits.split_kernel,
             splits.combine_kernel,
             fused.norm_kernel,
-            turn.turn_kernel,
+            turn.rope_kernel,
             fused.gate_kernel,
         ):
             sys.stdout.write(json.dumps(compiled(kernel, dtype, head_dim, target)) + "\n")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.compute.best_tokens import TILE as BEST_TILE
-from engine.kv_cache.folding import NUM_TILES, NUM_WARPS, TILE
+from engine.kv_cache.memory import NUM_TILES, NUM_WARPS, TILE
 from tests.triton.compiled import compiled
 
 pytestmark = pytest.mark.triton
@@ -22,7 +22,7 @@ RESIDENT_PROGRAMS = {"survey_kernel": 8, "gather_kernel": 7, "choose_kernel": 2,
 
 OVERLAPPING = {
     "norm_kernel",
-    "turn_kernel",
+    "rope_kernel",
     "gate_kernel",
     "split_kernel",
     "combine_kernel",
@@ -34,7 +34,7 @@ OVERLAPPING = {
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Compile all kernels, but for products of few rows."""
+    """Compile all kernels, but for products of small batches."""
     return compiled(tmp_path_factory.mktemp("cache"), "-m", "tests.triton.compile_program", "90")
 
 
@@ -65,7 +65,7 @@ def test_kernels_compile_for_compute_capability_90(kernels: list[dict[str, Any]]
         if kernel["kernel"] == "best_kernel":
             assert kernel["stack"] == 0, kernel
             assert kernel["loads_ahead"] == BEST_TILE // (8 * kernel["threads"]), kernel
-        if kernel["kernel"] == "turn_kernel":
+        if kernel["kernel"] == "rope_kernel":
             assert kernel["stack"] == 0, kernel
             assert kernel["widest_store"] == 128, kernel
         if kernel["kernel"] == "store_kernel":
@@ -93,7 +93,7 @@ def test_attention_fits_into_the_shared_memory_of_small_cards(tmp_path: Path) ->
 
 def test_products_of_few_rows_compile_for_compute_capability_90(tmp_path: Path) -> None:
     """One row reads 16 bytes at a time; more rows use tensor cores and load ahead; all overlap the kernels beside them."""
-    kernels = compiled(tmp_path, "-m", "tests.triton.compile_few", "90")
+    kernels = compiled(tmp_path, "-m", "tests.triton.compile_small_batch", "90")
     assert {kernel["rows"] for kernel in kernels} == {1, 16, 64}
     for kernel in kernels:
         assert kernel["shared"] < SHARED_BYTES, kernel

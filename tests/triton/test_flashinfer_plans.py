@@ -108,7 +108,7 @@ def test_short_chunks_behind_long_contexts_divide_the_context(
 
 def test_all_kernels_are_tried_before_the_backend_is_chosen(wrappers: list[FakeWrapper]) -> None:
     """A module that is missing is found when the model is loaded, not by the first request that needs it."""
-    from engine.attention.choice import Needs
+    from engine.attention.backend import Needs
     from engine.attention.flashinfer_backend import try_out
 
     try_out(CPU, Needs("float16", 64, 4, frozenset({None, 100})), has_decodes=True)
@@ -158,7 +158,7 @@ def test_hybrid_computes_chunks_by_flashinfer_and_decodes_by_triton(
 
 
 def test_hybrid_is_tried_out_without_the_decode_kernel(wrappers: list[FakeWrapper]) -> None:
-    from engine.attention.choice import Needs
+    from engine.attention.backend import Needs
     from engine.attention.flashinfer_backend import try_out
 
     try_out(CPU, Needs("float16", 64, 4, frozenset({None})), has_decodes=False)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from contract.layout import KVLayout
-from engine.kv_cache.folding import NUM_TILES, TILE, TritonFold
-from engine.kv_cache.memory import StagedKVMemory
+from engine.kv_cache.memory import NUM_TILES, TILE, StagedKVMemory, TritonFold
 from kv_transfer.native.folding import fold_by_numpy, fold_words
 from kv_transfer.protocol.digests import FOLD64, digests_of
 from kv_transfer.protocol.reads import BlockPart

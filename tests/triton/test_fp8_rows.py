@@ -42,7 +42,7 @@ for size in (4096, 14336):
 def test_numbers_and_scales_are_those_of_the_twin(
     dtype: torch.dtype, size: int, input_scale: float | None
 ) -> None:
-    from engine.fp8.rows import quantised
+    from engine.fused.rows import quantised
 
     states = torch.randn(5, size, generator=torch.Generator().manual_seed(size)).to(dtype)
     states[1] = 0.0
@@ -71,7 +71,7 @@ def is_rounded_alike(exact: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor
 
 def test_a_row_that_is_no_number_stays_so() -> None:
     """A request whose logits are not numbers is found by them; its neighbours are not affected."""
-    from engine.fp8.rows import quantised
+    from engine.fused.rows import quantised
 
     states = torch.randn(3, 64)
     states[1, 5] = torch.nan

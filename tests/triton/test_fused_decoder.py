@@ -15,18 +15,19 @@ from engine.compute.forward_plain import PlainForward
 from engine.compute.piecewise import PiecewiseGraphs
 from engine.compute.profiling import null_layers, profile_inputs, reserving_steps
 from engine.fused.decoder import FusedDecoder
-from engine.fused.few_rows import FewRows
-from engine.fused.product import Product
+from engine.fused.small_batch import SmallBatch
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
+from engine.models.linear import Product
 from engine.models.loading import LoadedModel, load
-from engine.testing.collectives import CountedGroup
-from engine.testing.graphs import RerunRecorder
 from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
+from tests.fakes.engine.collectives import CountedGroup
+from tests.fakes.engine.graphs import RerunRecorder
 from tests.fused_cases import HEADS, check_gate, check_norm, check_turn, random
 from tests.graph_rig import CASE, MAX_LEN, NUM_BLOCKS, Rig
+from tests.linear_ops import Doubled, DoubledMatrix, double_weights, replace_layers
 
 pytestmark = [
     pytest.mark.triton,
@@ -49,19 +50,19 @@ def fused_model(loaded: LoadedModel) -> LanguageModel:
     return fused(loaded.model, loaded.config, "triton")
 
 
-@pytest.mark.parametrize("has_few_rows", [False, True])
+@pytest.mark.parametrize("has_small_batch", [False, True])
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_few_rows: bool) -> None:
+def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_small_batch: bool) -> None:
     """Chunks and decodes, eager and replayed, with biases, windows, head norms and tied embeddings.
 
-    has_few_rows: products of few rows by kernels of their own, as in bfloat16, which the interpreter cannot multiply.
+    has_small_batch: small-batch products by kernels of their own, as in bfloat16, which the interpreter cannot multiply.
     """
     make_checkpoint(tmp_path, family, **DECODERS[family])
     loaded = load(tmp_path, "float32", None, CPU)
     assert isinstance(loaded.model, CausalLM)
     assert isinstance(loaded.config, DecoderConfig)
-    few_rows = FewRows(CPU, [torch.float32] if has_few_rows else [])
-    rig = Rig(loaded, create_backend("triton"), FusedDecoder(loaded.model, loaded.config, few_rows))
+    small_batch = SmallBatch(CPU, [torch.float32] if has_small_batch else [])
+    rig = Rig(loaded, create_backend("triton"), FusedDecoder(loaded.model, loaded.config, small_batch))
     rig.compare(replace(CASE, work=((3, 1), (0, 9), (17, 5))))
     rig.compare(replace(CASE, work=((17, 1),)))
     rig.compare(CASE)
@@ -69,6 +70,34 @@ def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_few_rows:
     assert rig.replays() == {8: 1, 4: 1, 1: 1}
     states = random(3, loaded.info.vocab_size // 2)[:, :64]
     assert torch.equal(fused_model(loaded).logits(states), loaded.model.logits(states))
+
+
+@pytest.mark.parametrize("has_small_batch", [False, True])
+@pytest.mark.parametrize("kind", [Doubled, DoubledMatrix])
+@pytest.mark.parametrize("name", ["v_proj", "o_proj", "gate_proj", "down_proj", "lm_head"])
+def test_layers_of_another_kind_are_multiplied_by_themselves(
+    tmp_path: Path, name: str, kind: type[Doubled], has_small_batch: bool
+) -> None:
+    """Alone, joined with others, and in the kernels of few rows: a pass that took the weight would not double."""
+    make_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True)
+    loaded, twin = (load(tmp_path, "float32", None, CPU) for _ in range(2))
+    assert isinstance(loaded.model, CausalLM) and isinstance(twin.model, CausalLM)
+    assert isinstance(loaded.config, DecoderConfig)
+    layers = replace_layers(loaded.model, kind, name)
+    double_weights(twin.model, name)
+    model = FusedDecoder(
+        loaded.model, loaded.config, SmallBatch(CPU, [torch.float32] if has_small_batch else [])
+    )
+    found = []
+    for computes in (model, twin.model):
+        forward = PlainForward(computes, create_backend("torch"), CASE.block_size, CPU)
+        with torch.inference_mode():
+            states = forward.forward(profile_inputs([1, 1, 3]), None)
+            found.append((states, forward.logits(states)))
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
+    if kind is Doubled:
+        assert [layer.num_calls for layer in layers] == [1] * len(layers) and layers
 
 
 class EqualRanks:
@@ -97,7 +126,7 @@ class EqualRanks:
         pass
 
 
-class LoggedFewRows(FewRows):
+class LoggedSmallBatch(SmallBatch):
     """Logs the sizes of each product that it multiplies."""
 
     def __init__(self) -> None:
@@ -120,8 +149,8 @@ def test_a_rank_multiplies_few_rows_by_the_same_kernels(
     loaded = load(tmp_path, "float32", None, CPU, group)
     assert isinstance(loaded.model, CausalLM)
     assert isinstance(loaded.config, DecoderConfig)
-    few_rows = LoggedFewRows()
-    model = FusedDecoder(loaded.model, loaded.config, few_rows)
+    small_batch = LoggedSmallBatch()
+    model = FusedDecoder(loaded.model, loaded.config, small_batch)
     inputs = profile_inputs([1] * num_tokens)
     found = []
     for computes in (loaded.model, model):
@@ -136,8 +165,8 @@ def test_a_rank_multiplies_few_rows_by_the_same_kernels(
     o, gate_up, down = (64, 32), (96, 64), (64, 48)
     head = (len(found[0][1][0]), 64)
     sums = [o, down] if has_sums else []
-    assert [each for each in few_rows.log if each in (o, down)] == sums * loaded.config.num_layers
-    assert few_rows.log[-1] == head and gate_up in few_rows.log
+    assert [each for each in small_batch.log if each in (o, down)] == sums * loaded.config.num_layers
+    assert small_batch.log[-1] == head and gate_up in small_batch.log
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -201,14 +230,14 @@ def test_a_watch_is_called_for_every_layer(tmp_path: Path) -> None:
     layers = []
 
     class Watch:
-        def stored(self, num_layers: int) -> None:
+        def on_stored(self, num_layers: int) -> None:
             is_written = [
                 int(layer.isnan().sum()) < count
                 for layer, count in zip(pool.unbind(1), unwritten, strict=True)
             ]
             layers.append((num_layers, is_written))
 
-        def computed(self) -> None:
+        def on_computed(self) -> None:
             raise AssertionError("the runner calls this, not the model")
 
     with torch.inference_mode():

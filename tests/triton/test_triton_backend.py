@@ -8,7 +8,6 @@ import torch
 
 from engine.attention.backend import create_backend
 from engine.compute.profiling import profile_inputs
-from engine.testing.graphs import RerunRecorder
 from tests.attention_cases import (
     CPU,
     Case,
@@ -16,6 +15,7 @@ from tests.attention_cases import (
     assert_far_blocks_are_right,
     assert_replays_are_right,
 )
+from tests.fakes.engine.graphs import RerunRecorder
 
 pytestmark = [
     pytest.mark.triton,

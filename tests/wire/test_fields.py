@@ -161,6 +161,7 @@ REGISTERED: dict[str, Any] = {
     "host": "node-7",
     "age_seconds": 12.5,
     "num_restarts": 3,
+    "group": "10.0.0.1:9300",
     "build": "1.2.3",
 }
 """The fields have the same names on both sides."""

@@ -8,16 +8,21 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from contract.requests import PoolingParams
+from protos import group_pb2
 from protos import worker_pb2 as pb
 from tests.wire.test_fields import EXAMPLES, request
 from tests.wire.test_round_trips import CODECS, Codec
 from wire.numbers import RANGES, BadNumberError, check_numbers, numbers_of
 
-KINDS = [cast("type[Message]", getattr(pb, name)) for name in pb.DESCRIPTOR.message_types_by_name]
+KINDS = [
+    cast("type[Message]", getattr(module, name))
+    for module in (pb, group_pb2)
+    for name in module.DESCRIPTOR.message_types_by_name
+]
 NUMBERS = [(kind, field) for kind in KINDS for field in numbers_of(kind)]
 FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
-READ_IN_PLACE = {"WorkerMessage"}
-"""Envelopes whose number is compared with what was sent: ``OrderStream.carried_out``."""
+READ_IN_PLACE = {"WorkerMessage", *group_pb2.DESCRIPTOR.message_types_by_name}
+"""The envelope whose number is compared with what was sent (``OrderStream.on_carried_out``), and a group's few messages."""
 
 
 def bad_values(kind: type[Message], field: FieldDescriptor) -> list[float]:

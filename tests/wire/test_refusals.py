@@ -20,10 +20,10 @@ from wire.legs import (
     hand_off_from_proto,
     prefill_from_proto,
     prefill_to_proto,
+    sampling_from_proto,
+    task_from_proto,
 )
-from wire.membership import registration_from_proto
-from wire.sampling import sampling_from_proto
-from wire.tasks import task_from_proto
+from wire.membership import from_proto
 from wire.tokens import output_from_proto, output_to_proto, step_to_proto
 
 
@@ -150,9 +150,9 @@ def test_a_step_without_a_load_says_nothing_of_it() -> None:
 
 
 def test_an_empty_registration_lacks_everything() -> None:
-    assert registration_from_proto(pb.Registration()) == Registration()
+    assert from_proto(Registration, pb.Registration()) == Registration()
     with pytest.raises(InvalidRequestError, match=r"KvLayout\.num_layers is 0; it must lie in 1"):
-        registration_from_proto(pb.Registration(kv_layout=pb.KvLayout()))
+        from_proto(Registration, pb.Registration(kv_layout=pb.KvLayout()))
 
 
 @pytest.mark.parametrize(

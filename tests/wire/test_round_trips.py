@@ -1,14 +1,18 @@
 """Every message of the internal protocol is read as it was sent, field by field."""
 
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contract.membership import Load
+from contract.layout import KVLayout
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
 from contract.outputs import EngineOutput
 from contract.requests import PoolingParams
 from protos import worker_pb2 as pb
@@ -20,36 +24,20 @@ from wire.legs import (
     decode_to_proto,
     embed_from_proto,
     embed_to_proto,
+    grammar_from_proto,
+    grammar_to_proto,
     hand_off_from_proto,
     hand_off_to_proto,
     prefill_from_proto,
     prefill_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
     source_from_proto,
     source_to_proto,
+    task_from_proto,
+    task_to_proto,
 )
-from wire.membership import (
-    credit_from_proto,
-    credit_to_proto,
-    credit_use_from_proto,
-    credit_use_to_proto,
-    drain_from_proto,
-    drain_to_proto,
-    layout_from_proto,
-    layout_to_proto,
-    load_from_proto,
-    load_to_proto,
-    registration_from_proto,
-    registration_to_proto,
-    role_change_from_proto,
-    role_change_to_proto,
-    role_taken_from_proto,
-    role_taken_to_proto,
-    welcome_from_proto,
-    welcome_to_proto,
-)
-from wire.model_files import piece_from_proto, piece_to_proto
-from wire.sampling import grammar_from_proto, grammar_to_proto, sampling_from_proto, sampling_to_proto
-from wire.tasks import task_from_proto, task_to_proto
+from wire.membership import from_proto, to_proto
 from wire.tokens import (
     logprobs_from_proto,
     logprobs_to_proto,
@@ -71,7 +59,7 @@ class Codec(NamedTuple):
 
 
 def _read_step(message: pb.StepOutput) -> tuple[list[EngineOutput], Load | None]:
-    load = load_from_proto(message.load) if message.HasField("load") else None
+    load = from_proto(Load, message.load) if message.HasField("load") else None
     return [output_from_proto(entry) for entry in message.entries], load
 
 
@@ -80,6 +68,12 @@ def _embed_codec(pooling: PoolingParams) -> Codec:
     return Codec(
         pb.EmbedLegRequest, objects, embed_to_proto, lambda message: embed_from_proto(message, pooling)
     )
+
+
+def _membership_codec(
+    message: type[Message], kind: type[msgspec.Struct], objects: st.SearchStrategy[Any]
+) -> Codec:
+    return Codec(message, objects, partial(to_proto, message), partial(from_proto, kind))
 
 
 CODECS = (
@@ -93,22 +87,27 @@ CODECS = (
     _embed_codec(PoolingParams("mean", normalize=False)),
     Codec(pb.HandOffRequest, strategies.hand_offs, lambda it: hand_off_to_proto(*it), hand_off_from_proto),
     Codec(pb.CancelRequest, strategies.cancels, lambda it: cancel_to_proto(*it), cancel_from_proto),
-    Codec(pb.ModelFile, strategies.pieces, lambda it: piece_to_proto(*it), piece_from_proto),
-    Codec(pb.Registration, strategies.registrations, registration_to_proto, registration_from_proto),
-    Codec(pb.KvLayout, strategies.layouts, layout_to_proto, layout_from_proto),
-    Codec(pb.Welcome, strategies.welcomes, welcome_to_proto, welcome_from_proto),
-    Codec(pb.Load, strategies.loads, load_to_proto, load_from_proto),
-    Codec(pb.Credit, strategies.credits, credit_to_proto, credit_from_proto),
-    Codec(pb.CreditUse, strategies.credit_uses, credit_use_to_proto, credit_use_from_proto),
-    Codec(pb.Drain, strategies.drains, drain_to_proto, drain_from_proto),
-    Codec(pb.RoleChange, strategies.roles, role_change_to_proto, role_change_from_proto),
-    Codec(pb.RoleTaken, strategies.roles, role_taken_to_proto, role_taken_from_proto),
+    Codec(
+        pb.ModelFile,
+        strategies.pieces,
+        lambda it: pb.ModelFile(name=it[0], data=it[1]),
+        attrgetter("name", "data"),
+    ),
+    _membership_codec(pb.Registration, Registration, strategies.registrations),
+    _membership_codec(pb.KvLayout, KVLayout, strategies.layouts),
+    _membership_codec(pb.Welcome, Welcome, strategies.welcomes),
+    _membership_codec(pb.Load, Load, strategies.loads),
+    _membership_codec(pb.Credit, Credit, strategies.credits),
+    _membership_codec(pb.CreditUse, CreditUse, strategies.credit_uses),
+    _membership_codec(pb.Drain, DrainOrder, strategies.drains),
+    _membership_codec(pb.RoleChange, RoleOrder, strategies.roles),
+    _membership_codec(pb.RoleTaken, RoleOrder, strategies.roles),
     Codec(pb.PositionLogprobs, strategies.logprobs, logprobs_to_proto, logprobs_from_proto),
     Codec(pb.LegTimings, strategies.timings, timings_to_proto, timings_from_proto),
     Codec(pb.TokenEntry, strategies.outputs, output_to_proto, output_from_proto),
     Codec(pb.StepOutput, strategies.steps, lambda it: step_to_proto(*it), _read_step),
 )
-EMPTY = {"Accepted", "GetModelFilesRequest", "Goodbye", "Undrain"}
+EMPTY = {"Accepted", "GetModelFilesRequest", "Goodbye", "ResetPrefixCacheRequest", "Undrain"}
 ENVELOPES = {"WorkerMessage", "RouterMessage", "Orders", "Order"}
 """They hold others; the stream that reads them asks which."""
 

@@ -5,7 +5,7 @@ import logging
 import sys
 import threading
 
-from cli.router import watched
+from cli.service import watched
 
 
 async def main() -> None:

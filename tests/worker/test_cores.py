@@ -35,7 +35,7 @@ def test_a_number_that_no_core_has_is_refused_at_once(tmp_path: Path, text: str)
 
 def test_there_is_a_core_for_each_thread(tmp_path: Path) -> None:
     settings = WorkerSettings(model=tmp_path, cores="1-2", num_threads=2)
-    assert settings.engine().cores == (1, 2)
+    assert settings.engine_settings().cores == (1, 2)
     with pytest.raises(ValidationError, match="2 for num_threads 3"):
         WorkerSettings(model=tmp_path, cores="1-2", num_threads=3)
 

@@ -15,12 +15,14 @@ from contract.errors import UnavailableError
 from contract.identity import Role
 from contract.membership import DrainOrder
 from engine.client import InProcessClient
-from engine.testing.fakes import start_fake_executor
+from engine.connecting import Transfers
 from kv_transfer.connector import TransferFactory
 from protos import worker_pb2 as pb
+from roles.table import STAGES
 from router.workers.attached_worker import AttachedWorker
 from router.workers.capacity import CreditHold
 from tests.engine_scheduling.stepping import fake_settings
+from tests.fakes.engine.fakes import start_fake_executor
 from tests.worker.test_worker import Running, running, task, until_accepted, waiting_leg, worker_settings
 from worker.lifecycle import WorkerState
 
@@ -302,8 +304,10 @@ async def lending(folder: Path) -> AsyncIterator[Running]:
         """Starts its engine with the connector of above."""
 
         @classmethod
-        async def start(cls, settings: Any, connector_factory: Any = None, **options: Any) -> Any:
-            return await InProcessClient.start(fake_settings(), factory, start=start_fake_executor)
+        async def start(cls, settings: Any, transfers: Any = None, **options: Any) -> Any:
+            return await InProcessClient.start(
+                fake_settings(), Transfers(factory, STAGES), start=start_fake_executor
+            )
 
     async with running(Role.PREFILL, folder, LendingClient) as it:
         yield it

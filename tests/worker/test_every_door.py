@@ -23,17 +23,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from contract.addresses import split_address
 from contract.identity import Role
 from engine.client import InProcessClient
-from engine.testing.fakes import start_fake_executor
-from engine.testing.transfer import fake_connector_factory
+from engine.connecting import Transfers
 from kv_transfer.links.framing import as_frame
 from kv_transfer.links.listening import MAX_UNAUTHENTICATED
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
+from roles.table import ROLES, STAGES
 from router.service import RouterService
 from router.settings import RouterSettings
 from serving.cluster_tls import router_tls, worker_name
 from serving.grpc_unauthenticated import MAX_PER_ADDRESS, MAX_UNSEEN
 from tests.engine_scheduling.stepping import fake_settings
+from tests.fakes.engine.fakes import start_fake_executor
+from tests.fakes.engine.transfer import fake_connector_factory
 from tests.http2 import HELLO, endless
 from tests.kv_transfer.builders import Sides, hand_over, pair_of
 from tests.worker.test_worker import SECRET, worker_settings
@@ -78,10 +80,10 @@ async def service(folder: Path) -> AsyncIterator[dict[str, Door]]:
         stack.push_async_callback(router.stop)
         settings = worker_settings(folder, router.addresses.internal)
         engine = await InProcessClient.start(
-            fake_settings(), fake_connector_factory, start=start_fake_executor
+            fake_settings(), Transfers(fake_connector_factory, STAGES), start=start_fake_executor
         )
         stack.push_async_callback(engine.shutdown)
-        worker = Worker(WorkerIdentity(Role.AGGREGATED, "w", "boot"), settings, engine)
+        worker = Worker(WorkerIdentity(Role.AGGREGATED, "w", "boot"), ROLES, settings, engine)
         bound = await stack.enter_async_context(exposed(worker, settings))
         run = asyncio.create_task(worker.run(bound["grpc"], bound["admin"]))
         stack.push_async_callback(asyncio.wait, [run])

@@ -9,21 +9,24 @@ import pytest
 from contract.errors import UnavailableError
 from contract.identity import Role
 from engine.client import InProcessClient
-from engine.testing.fakes import start_fake_executor
+from engine.connecting import Transfers
 from kv_transfer.connector import TransferFactory
+from roles.table import ROLES, STAGES
 from router.service import RouterService
 from router.settings import RouterSettings
 from tests.engine_scheduling.stepping import fake_settings
+from tests.fakes.engine.fakes import start_fake_executor
 from tests.worker.test_worker import FREE, SECRET, running, worker_settings
-from worker.lifecycle import LegCall, Lifecycle, WorkerState
+from worker.lifecycle import Lifecycle, WorkerState
 from worker.registration import WorkerIdentity
+from worker.role_rules import LegCall
 from worker.service import exposed
 from worker.worker import Worker
 
 
 def test_a_worker_that_has_left_serves_nothing_more() -> None:
     """STARTING → SERVING → LEFT; a router that accepts it too late changes nothing."""
-    lifecycle = Lifecycle(Role.DECODE)
+    lifecycle = Lifecycle(Role.DECODE, ROLES)
     lifecycle.check_open()
     states = [lifecycle.state]
     for change in (lifecycle.attached, lifecycle.attached, lifecycle.leave, lifecycle.attached):
@@ -49,10 +52,10 @@ def test_each_role_serves_its_calls() -> None:
         (Role.AGGREGATED, LegCall.DECODE),
         (Role.AGGREGATED, LegCall.EMBED),
     }
-    lifecycle = Lifecycle(Role.PREFILL)
+    lifecycle = Lifecycle(Role.PREFILL, ROLES)
     for role, call in itertools.product((Role.PREFILL, Role.DECODE, Role.AGGREGATED), LegCall):
         lifecycle.role = role
-        assert lifecycle.serves(call) is ((role, call) in served)
+        assert (lifecycle.reader_of(call) is not None) is ((role, call) in served)
 
 
 async def test_a_leaving_worker_is_no_longer_open(tmp_path: Path) -> None:
@@ -72,9 +75,11 @@ async def test_a_worker_of_every_role_registers_a_control_address(tmp_path: Path
     await router.start()
     settings = worker_settings(tmp_path, router.addresses.internal)
     factory = TransferFactory(settings.transfer(role, "w", "boot"))
-    engine = await InProcessClient.start(fake_settings(), factory, start=start_fake_executor)
+    engine = await InProcessClient.start(
+        fake_settings(), Transfers(factory, STAGES), start=start_fake_executor
+    )
     try:
-        worker = Worker(WorkerIdentity(role, "w", "boot"), settings, engine)
+        worker = Worker(WorkerIdentity(role, "w", "boot"), ROLES, settings, engine)
         async with exposed(worker, settings) as addresses:
             run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
             async with asyncio.timeout(20):

@@ -1,15 +1,9 @@
 """Reports of a worker's load: at once, at intervals, and from an idle engine."""
 
 from engine.scheduling.stats import PrefixCacheStats, SchedulerStats
-from serving.gpu_memory import GpuMemory
-from worker.load_reports import REPORT_SECONDS, LoadReports, load_of
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from serving.gpu_memory import GpuMemory, GpuMemoryReader
+from tests.clock import Clock
+from worker.router_sessions import REPORT_SECONDS, LoadReports, load_of
 
 
 def test_an_unchanged_load_is_reported_once() -> None:
@@ -49,10 +43,11 @@ def test_each_stream_has_its_own_reports_and_a_new_one_begins_anew() -> None:
 
 
 def test_the_memory_of_gpus_is_in_each_report() -> None:
-    used = [10]
-    reports = LoadReports(lambda: GpuMemory(used[0], 100), Clock())
+    gpus = GpuMemoryReader(())
+    gpus.memory = GpuMemory(10, 100)
+    reports = LoadReports(gpus, Clock())
     first = reports.next("s", SchedulerStats())
-    used[0] = 20
+    gpus.memory = GpuMemory(20, 100)
     assert reports.next("s", SchedulerStats()) is None
     second = reports.next("s", SchedulerStats(), is_idle=True)
     assert first and second and (first.gpu_used_bytes, second.gpu_used_bytes) == (10, 20)

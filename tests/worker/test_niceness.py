@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from worker import niceness
-from worker.niceness import set_niceness
+from worker import cores
+from worker.cores import set_niceness
 
 _GROUP = Path("/proc/self/autogroup")
 SPAWN = multiprocessing.get_context("spawn")
@@ -50,7 +50,7 @@ def test_a_refused_change_of_niceness_is_tried_again(monkeypatch: pytest.MonkeyP
                 raise BlockingIOError
             written.append(text)
 
-    monkeypatch.setattr(niceness, "_GROUP", Group)
+    monkeypatch.setattr(cores, "_GROUP", Group)
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(os, "nice", lambda _: 0)
     monkeypatch.setattr(os, "getsid", lambda _: os.getpid())

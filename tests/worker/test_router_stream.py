@@ -10,11 +10,12 @@ import grpc.aio
 import pytest
 
 from contract.errors import IncompatiblePeerError
+from contract.membership import DrainOrder, RoleOrder
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import router_tls, worker_tls
 from serving.grpc_options import internal_server_options
-from wire.membership import drain_from_proto, role_change_from_proto
+from wire.membership import from_proto
 from worker.router_stream import RouterAddress, RouterStream
 
 SECRET = "a secret of the tests, of 32 or more characters"
@@ -28,13 +29,13 @@ class Losses:
         self.sessions: list[str] = []
         self.changed = asyncio.Event()
 
-    def opened(self, stream: RouterStream) -> None:
+    def on_open(self, stream: RouterStream) -> None:
         """Ignore."""
 
-    async def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+    async def on_message(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         """Ignore."""
 
-    async def lost(self, session: str) -> None:
+    async def on_loss(self, session: str) -> None:
         """Record the session."""
         self.sessions.append(session)
         self.changed.set()
@@ -143,13 +144,13 @@ class AbsurdRouter(worker_pb2_grpc.MembershipServicer):
 class Obedient(Losses):
     """Carries out what concerns a worker itself, as a worker does."""
 
-    async def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+    async def on_message(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         """Read the message."""
         match message.WhichOneof("message"):
             case "drain":
-                drain_from_proto(message.drain)
+                from_proto(DrainOrder, message.drain)
             case "role_change":
-                role_change_from_proto(message.role_change)
+                from_proto(RoleOrder, message.role_change)
 
 
 async def test_a_bad_number_of_a_router_ends_its_stream_with_the_fields_name(

@@ -13,16 +13,18 @@ from contract.errors import IncompatiblePeerError
 from contract.identity import Role
 from contract.outputs import EngineOutput, FinishReason
 from engine.client import InProcessClient
-from engine.testing.fakes import start_fake_executor
-from engine.testing.transfer import fake_connector_factory
+from engine.connecting import Transfers
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from protos import worker_pb2 as pb
+from roles.table import ROLES, STAGES
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing.worker import kv_layout
 from router.workers.attached_worker import AttachedWorker
 from serving.cluster_tls import worker_tls
 from tests.engine_scheduling.stepping import fake_settings
+from tests.fakes.engine.fakes import start_fake_executor
+from tests.fakes.engine.transfer import fake_connector_factory
+from tests.fakes.router.worker import kv_layout
 from tests.worker.ordering import give_order
 from tests.worker.test_worker import FREE, SECRET, task, waiting_leg, worker_settings
 from worker.registration import WorkerIdentity
@@ -74,10 +76,10 @@ async def served(folder: Path, num_routers: int = 2, *, names: str = "") -> Asyn
         addresses = [router.addresses.internal for router in routers]
         settings = worker_settings(folder, ",".join([*addresses, *filter(None, [names])]))
         engine = await InProcessClient.start(
-            fake_settings(), fake_connector_factory, start=start_fake_executor
+            fake_settings(), Transfers(fake_connector_factory, STAGES), start=start_fake_executor
         )
         stack.push_async_callback(engine.shutdown)
-        worker = Worker(WorkerIdentity(Role.DECODE, "w", "boot"), settings, engine)
+        worker = Worker(WorkerIdentity(Role.DECODE, "w", "boot"), ROLES, settings, engine)
         bound = await stack.enter_async_context(exposed(worker, settings))
         run = asyncio.create_task(worker.run(bound["grpc"], bound["admin"]))
         stack.push_async_callback(asyncio.wait, [run])
@@ -121,7 +123,7 @@ async def test_tokens_are_sent_to_the_router_of_their_request(tmp_path: Path) ->
         for index in range(2):
             worker = await it.attached(index)
             for name in ("a", "b"):
-                worker.bind((name, 0, 0), heard[index].append)
+                worker.routes.bind((name, 0, 0), heard[index].append)
         for index, name in enumerate("ab"):
             await give_order(await it.attached(index), pb.DecodeRequest(task=task(name)))
         await until(lambda: it.worker.num_requests == 0)
@@ -136,7 +138,7 @@ async def test_the_first_tokens_come_with_the_time_that_the_worker_held_the_requ
     async with served(tmp_path, 1) as it:
         worker = await it.attached(0)
         heard = list[Any]()
-        worker.bind(("a", 0, 0), heard.append)
+        worker.routes.bind(("a", 0, 0), heard.append)
         await give_order(worker, pb.DecodeRequest(task=task("a")))
         await until(lambda: heard and heard[-1].finish_reason)
         first, *others = list(heard)
@@ -268,13 +270,13 @@ async def test_a_name_is_resolved_again_and_again(monkeypatch: pytest.MonkeyPatc
 class Listener:
     """Ignores what happens on streams."""
 
-    def opened(self, stream: RouterStream) -> None:
+    def on_open(self, stream: RouterStream) -> None:
         """Ignore."""
 
-    async def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+    async def on_message(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         """Ignore."""
 
-    async def lost(self, session: str) -> None:
+    async def on_loss(self, session: str) -> None:
         """Ignore."""
 
 
@@ -284,4 +286,4 @@ async def test_outputs_of_unknown_requests_are_dropped(tmp_path: Path) -> None:
         it.worker._sessions.send_step([output], it.worker.engine.stats)
         workers = [await it.attached(index) for index in range(2)]
         await it.leg("a", 0)
-        assert [worker._routes.num_stale_entries for worker in workers] == [0, 0]
+        assert [worker.routes.num_stale_entries for worker in workers] == [0, 0]

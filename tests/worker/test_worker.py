@@ -20,14 +20,16 @@ from contract.errors import (
 )
 from contract.identity import Role
 from engine.client import InProcessClient, ProcessClient
-from engine.testing.fakes import start_fake_executor
-from engine.testing.transfer import fake_connector_factory
+from engine.connecting import Transfers
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
+from roles.table import ROLES, STAGES
 from router.service import RouterService
 from router.settings import RouterSettings
 from serving.cluster_tls import router_tls, worker_name
 from tests.engine_scheduling.stepping import fake_settings
+from tests.fakes.engine.fakes import start_fake_executor
+from tests.fakes.engine.transfer import fake_connector_factory
 from tests.private_files import write_private
 from tests.text.tiny_model import model_files, write_model
 from tests.worker.ordering import Ordered, give_order
@@ -74,10 +76,10 @@ async def running(
         stack.push_async_callback(router.stop)
         settings = worker_settings(folder, router.addresses.internal).model_copy(update=dict(changes or {}))
         engine = await client.start(
-            fake_settings(), fake_connector_factory, start=start_fake_executor, **options
+            fake_settings(), Transfers(fake_connector_factory, STAGES), start=start_fake_executor, **options
         )
         stack.push_async_callback(engine.shutdown)
-        worker = Worker(WorkerIdentity(role, "w", "boot"), settings, engine)
+        worker = Worker(WorkerIdentity(role, "w", "boot"), ROLES, settings, engine)
         addresses = await stack.enter_async_context(exposed(worker, settings))
         run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
         stack.push_async_callback(asyncio.wait, [run])
@@ -222,7 +224,7 @@ async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path, idle_seconds=0.01) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
         (attached,) = it.router._path.registry.workers
-        attached.bind(("r", 0, 0), heard.put_nowait)
+        attached.routes.bind(("r", 0, 0), heard.put_nowait)
         await it.order(waiting_leg())
         while attached.capacity.load.num_waiting == 0:
             await asyncio.sleep(0.005)
@@ -249,10 +251,12 @@ async def test_a_router_with_another_secret_refuses_the_worker(tmp_path: Path) -
     """The worker ends with the reason instead of retrying for ever."""
     router = RouterService(RouterSettings(**FREE, secret="another secret, which also has 32 characters"))
     await router.start()
-    engine = await InProcessClient.start(fake_settings(), fake_connector_factory, start=start_fake_executor)
+    engine = await InProcessClient.start(
+        fake_settings(), Transfers(fake_connector_factory, STAGES), start=start_fake_executor
+    )
     try:
         settings = worker_settings(tmp_path, router.addresses.internal)
-        worker = Worker(WorkerIdentity(Role.AGGREGATED, "w", "boot"), settings, engine)
+        worker = Worker(WorkerIdentity(Role.AGGREGATED, "w", "boot"), ROLES, settings, engine)
         with pytest.raises(
             IncompatiblePeerError, match="does not prove that it holds this worker's cluster secret"
         ):
@@ -276,7 +280,7 @@ async def test_a_killed_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) 
     async with running(Role.DECODE, tmp_path, ProcessClient) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
         (attached,) = it.router._path.registry.workers
-        attached.bind(("r", 0, 0), heard.put_nowait)
+        attached.routes.bind(("r", 0, 0), heard.put_nowait)
         await it.order(waiting_leg())
         await until_accepted(it, 1)
         psutil.Process(await it.worker.engine.call("pid")).kill()

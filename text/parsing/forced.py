@@ -8,9 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from contract.errors import InvalidRequestError
-from text.parsing.json_text import copy_value
 from text.parsing.parser import ToolParser
-from text.parsing.reader import Steps
+from text.parsing.reader import Steps, copy_value
 from text.tools import Tool, ToolChoice
 
 Schema = dict[str, Any]
@@ -36,10 +35,19 @@ def forced_calls_schema(tools: Sequence[Tool], choice: ToolChoice, parallel: boo
             schemas[name] = _parameters(tool, f"tools[{index}]")
     if choice.name is not None:
         return schemas[choice.name]
+    items = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name in schemas
+    ]
     calls = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": [_call_schema(name) for name in schemas]},
+        "items": {"anyOf": items},
         "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in schemas.items()},
     }
     return calls if parallel else {**calls, "maxItems": 1}
@@ -93,15 +101,6 @@ def _parameters(tool: Tool, where: str) -> Schema:
             param=where,
         )
     return schema
-
-
-def _call_schema(name: str) -> Schema:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
 
 
 def _moved(schema: Schema, root: str) -> Schema:

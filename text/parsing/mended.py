@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 
-from text.parsing.mended_string import copy_string, quoted
-from text.parsing.reader import Reader, Steps
+from text.parsing.reader import Reader, Steps, Write
 
+# Of objects and lists; a deeper bracket is text, so that the nesting of our own calls stays bounded too.
 _MAX_DEPTH = 64
-"""Nesting limit of objects and lists; a deeper bracket is text."""
 _FILLER = re.compile(r"[\s,]+")
 _BEFORE_VALUE = re.compile(r"[\s:]+")
 _BARE = re.compile(r'[^\s,:"{}\[\]]+')
@@ -24,6 +23,10 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _ANY = re.compile(".", re.DOTALL)
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _WRAPPER = "arguments"
+_PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
+_HEX = re.compile("[0-9a-fA-F]")
+_SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
+_REPLACEMENT = "\ufffd"
 
 
 def arguments_object(text: str) -> dict[str, Any]:
@@ -32,6 +35,7 @@ def arguments_object(text: str) -> dict[str, Any]:
         found = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         found = None
+    # Deeper arguments are mended too, as those of a stream are: both ways give the same object.
     is_flat = text.count("{") + text.count("[") <= _MAX_DEPTH
     if isinstance(found, dict) and is_flat:
         return found
@@ -76,34 +80,29 @@ class ArgumentsWriter:
             yield from self._read_object()
         elif not first:
             self._write("{}")
-        else:
-            yield from self._read_wrapped()
-
-    def _read_wrapped(self) -> Steps[None]:
-        """Read the whole text as one value; null stands for no arguments."""
-        start = yield from self._reader.peek()
-        if start in ('"', "["):
+        elif first in ('"', "["):
             self._write(f'{{"{_WRAPPER}": ')
             yield from self._read_value()
             self._write("}")
-            return
-        parts: list[str] = []
-        yield from self._reader.copy_rest(parts.append)
-        text = "".join(parts).rstrip()
-        value = text if _NUMBER.fullmatch(text) else _WORDS.get(text) or quoted(text)
-        self._write("{}" if value == "null" else f'{{"{_WRAPPER}": {value}}}')
+        else:
+            # The whole text is one value; null stands for no arguments.
+            parts: list[str] = []
+            yield from self._reader.copy_rest(parts.append)
+            text = "".join(parts).rstrip()
+            value = text if _NUMBER.fullmatch(text) else _WORDS.get(text) or _quoted(text)
+            self._write("{}" if value == "null" else f'{{"{_WRAPPER}": {value}}}')
 
     def _read_value(self) -> Steps[None]:
         first = yield from self._reader.peek()
         if first == '"':
-            yield from copy_string(self._reader, self._write)
+            yield from _copy_string(self._reader, self._write)
         elif first == "{" and self._depth < _MAX_DEPTH:
             yield from self._read_object()
         elif first == "[" and self._depth < _MAX_DEPTH:
             yield from self._read_list()
         else:
             word = (yield from self._reader.take_all(_BARE)) or self._reader.take(_ANY)
-            self._write(word if _NUMBER.fullmatch(word) else _WORDS.get(word) or quoted(word))
+            self._write(word if _NUMBER.fullmatch(word) else _WORDS.get(word) or _quoted(word))
 
     def _read_object(self) -> Steps[None]:
         reader = self._reader
@@ -115,12 +114,19 @@ class ArgumentsWriter:
             yield from reader.take_all(_FILLER)
             if not (yield from reader.peek()) or (yield from reader.skip("}")):
                 break
-            key = yield from self._read_key()
+            key: str | None
+            if (yield from reader.peek()) == '"':
+                parts: list[str] = []
+                is_whole = yield from _copy_string(reader, parts.append)
+                key = str(json.loads("".join(parts))) if is_whole else None
+            else:
+                key = (yield from reader.take_all(_BARE)) or reader.take(_ANY)
             yield from reader.take_all(_BEFORE_VALUE)
             first = yield from reader.peek()
+            # A truncated key has no value that could be kept.
             if key is None or not first:
                 continue
-            self._write(f"{between}{quoted(key)}: ")
+            self._write(f"{between}{_quoted(key)}: ")
             between = ", "
             if first in ",}":
                 self._write("null")
@@ -145,11 +151,72 @@ class ArgumentsWriter:
         self._depth -= 1
         self._write("]")
 
-    def _read_key(self) -> Steps[str | None]:
-        """Read a property's name, also without quotes; None if it is truncated."""
-        reader = self._reader
-        if (yield from reader.peek()) != '"':
-            return (yield from reader.take_all(_BARE)) or reader.take(_ANY)
+
+def _copy_string(reader: Reader, write: Write) -> Steps[bool]:
+    """Read a string and write it; return False if the text ends within it. The written string is always closed.
+
+    Raw control characters are escaped, a backslash without a valid escape is literal, half of a surrogate pair becomes
+    U+FFFD, a truncated escape is dropped.
+    """
+    yield from reader.skip('"')
+    write('"')
+    is_whole = False
+    while first := (yield from reader.peek()):
+        if first == '"':
+            is_whole = yield from reader.skip('"')
+            break
+        if first == "\\":
+            yield from _copy_escape(reader, write)
+        else:
+            write(reader.take(_PLAIN) or _quoted(reader.take(_ANY))[1:-1])
+    write('"')
+    return is_whole
+
+
+def _quoted(text: str) -> str:
+    """Return the JSON string of a text; half of a surrogate pair becomes U+FFFD."""
+    whole = "".join(_REPLACEMENT if "\ud800" <= one <= "\udfff" else one for one in text)
+    return json.dumps(whole, ensure_ascii=False)
+
+
+def _copy_escape(reader: Reader, write: Write) -> Steps[None]:
+    reader.take(_ANY)
+    kind = yield from reader.peek()
+    if kind == "u":
+        reader.take(_ANY)
+        unit = yield from _read_unit(reader, write)
+        if unit is not None:
+            yield from _copy_unit(unit, reader, write)
+    elif kind in _SIMPLE_ESCAPES:
+        write("\\" + reader.take(_ANY))
+    elif kind:
+        # A backslash without a valid escape: the character after it is copied by the caller.
+        write("\\\\")
+
+
+def _read_unit(reader: Reader, write: Write) -> Steps[int | None]:
+    """Return the number in the four digits of an escape; None if the text ends, or if they were written as text."""
+    digits = ""
+    while len(digits) < 4 and (yield from reader.peek()):
+        digit = reader.take(_HEX)
+        if not digit:
+            write(f"\\\\u{digits}")
+            return None
+        digits += digit
+    return int(digits, 16) if len(digits) == 4 else None
+
+
+def _copy_unit(unit: int, reader: Reader, write: Write) -> Steps[None]:
+    """Write a UTF-16 unit, together with the following one if they are a pair."""
+    while 0xD800 <= unit < 0xDC00 and (yield from reader.skip("\\u")):
         parts: list[str] = []
-        is_whole = yield from copy_string(reader, parts.append)
-        return str(json.loads("".join(parts))) if is_whole else None
+        low = yield from _read_unit(reader, parts.append)
+        if low is None:
+            write(_REPLACEMENT + "".join(parts))
+            return
+        if 0xDC00 <= low < 0xE000:
+            write(chr(0x10000 + ((unit - 0xD800) << 10) + (low - 0xDC00)))
+            return
+        write(_REPLACEMENT)
+        unit = low
+    write(_quoted(chr(unit))[1:-1])

@@ -1,14 +1,15 @@
-"""Reads text that arrives in pieces as if it were complete.
+"""Reads text that arrives in pieces as if it were complete; among it JSON, whose text is not changed.
 
 Every function that may have to wait for text is a generator that yields when it needs more, and is resumed when there is
 more or when the text has ended. A format is therefore written in the order in which it is read, and the boundaries of the
 pieces do not matter.
-
 """
 
 import re
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from text.stop import num_held_back
 
@@ -21,6 +22,17 @@ SPACE = " \t\r\n"
 MAX_SPACE = 64
 """Limit of white space before markup that belongs to it; a longer one is text, and is not held back."""
 _SPACES = re.compile(f"[{SPACE}]+")
+_QUOTE = re.compile('"')
+_IN_STRING = re.compile(r'[^"\\]+')
+_BACKSLASH = re.compile(r"\\")
+_ANY = re.compile(".", re.DOTALL)
+_BRACKET = re.compile(r"[{}\[\]]")
+_BETWEEN = re.compile(r'[^"{}\[\]]+')
+_SCALAR = re.compile(r"[-+.\w]+")
+_NAME = "name"
+_ARGUMENTS = ("arguments", "parameters")
+# Keys that may precede the name; any other one means that the object is not a call.
+_HARMLESS = ("type", "id", *_ARGUMENTS)
 
 
 class Reader:
@@ -125,3 +137,132 @@ class Reader:
 def _length_without(trim: str, text: str) -> int:
     end = text[-MAX_SPACE:]
     return len(text) - len(end) + len(end.rstrip(trim))
+
+
+class CallObject:
+    """Parses one such object, with its keys in any order.
+
+    Calls ``begin`` with its name, if that is accepted; then ``arguments`` with pieces of their JSON text.
+    """
+
+    def __init__(
+        self, reader: Reader, accepts: Callable[[str], bool], begin: Write, arguments: Write
+    ) -> None:
+        self._reader = reader
+        self._accepts = accepts
+        self._begin = begin
+        self._arguments = arguments
+        self._has_begun = False
+        self._has_arguments = False
+        # Arguments that preceded the name: a call can only be announced by its name.
+        self._early: list[str] = []
+
+    def read(self) -> Steps[None]:
+        """Read the object at this position, as far as it is a call."""
+        reader = self._reader
+        if not (yield from reader.skip("{")):
+            return
+        while (yield from self._read_entry()):
+            yield from reader.skip_space()
+            if not (yield from reader.skip(",")):
+                is_whole = self._has_begun and (yield from reader.skip("}"))
+                if is_whole and not self._has_arguments:
+                    self._arguments("{}")
+                return
+
+    def _read_entry(self) -> Steps[bool]:
+        """Read a key and its value; return False if the object is not a call, or invalid."""
+        reader = self._reader
+        yield from reader.skip_space()
+        key = yield from read_string(reader)
+        yield from reader.skip_space()
+        if key is None or not (yield from reader.skip(":")):
+            return False
+        yield from reader.skip_space()
+        if key == _NAME and not self._has_begun:
+            name = yield from read_string(reader)
+            if not name or not self._accepts(name):
+                return False
+            self._begin(name)
+            self._has_begun = True
+            self._arguments("".join(self._early))
+            return True
+        if key in _ARGUMENTS and not self._has_arguments:
+            self._has_arguments = True
+            if (yield from reader.peek()) == "{":
+                return (yield from copy_value(reader, self._write))
+            # Some models write the object as a string. It can only be converted as a whole.
+            parts: list[str] = []
+            is_whole = yield from copy_value(reader, parts.append)
+            written = "".join(parts)
+            inner = decoded(written) if written.startswith('"') else None
+            if isinstance(inner, str) and isinstance(decoded(inner), dict):
+                written = inner
+            self._write("{}" if written == "null" else written)
+            return is_whole
+        if key not in _HARMLESS and not self._has_begun:
+            return False
+        return (yield from copy_value(reader, lambda _: None))
+
+    def _write(self, text: str) -> None:
+        if self._has_begun:
+            self._arguments(text)
+        else:
+            self._early.append(text)
+
+
+def copy_value(reader: Reader, write: Write) -> Steps[bool]:
+    """Read one value and write its text in pieces; return False if there is none, or it does not end.
+
+    Only strings and brackets are checked; the text between them is copied.
+    """
+    first = yield from reader.peek()
+    if first == '"':
+        return (yield from _copy_string(reader, write))
+    if first and first in "{[":
+        depth = 0
+        while first := (yield from reader.peek()):
+            if first == '"':
+                yield from _copy_string(reader, write)
+                continue
+            depth += (first in "{[") - (first in "}]")
+            write(reader.take(_BRACKET) or reader.take(_BETWEEN))
+            if depth == 0:
+                return True
+        return False
+    scalar = yield from reader.take_all(_SCALAR)
+    write(scalar)
+    return bool(scalar)
+
+
+def read_string(reader: Reader) -> Steps[str | None]:
+    """Read a string and return its value; None if there is none, it does not end, or it is invalid."""
+    parts: list[str] = []
+    if (yield from reader.peek()) != '"' or not (yield from _copy_string(reader, parts.append)):
+        return None
+    value = decoded("".join(parts))
+    return value if isinstance(value, str) else None
+
+
+def decoded(text: str) -> Any:
+    """Return the value of a JSON text; None (as for null) if it is invalid."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+
+
+def _copy_string(reader: Reader, write: Write) -> Steps[bool]:
+    write(reader.take(_QUOTE))
+    while first := (yield from reader.peek()):
+        if first == '"':
+            write(reader.take(_QUOTE))
+            return True
+        if first == "\\":
+            # The escaped character may be a quote, which does not end the string, and may arrive with the next piece.
+            write(reader.take(_BACKSLASH))
+            if (yield from reader.peek()):
+                write(reader.take(_ANY))
+        else:
+            write(reader.take(_IN_STRING))
+    return False

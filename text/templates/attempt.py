@@ -2,30 +2,92 @@
 
 The conversation is rendered twice, without and with marks around its texts. Every mark must be present, with its text, and
 the marked prompt without its marks must be equal to the prompt. If a template's output depends on the content of texts, each
-text is searched in the prompt instead.
-
+text is searched in the prompt instead, with a limit of the total cost.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from contract.errors import InvalidRequestError
 from text.chat import Chat, Message
 from text.templates.forms import Form, shape, shape_tools
-from text.templates.marking import mark_documents, mark_messages
-from text.templates.marks import MarkedText, Marks, TypedMarks, Written
+from text.templates.marks import MarkedText, Marks, TypedMarks, Written, mark_documents, mark_messages
 from text.templates.sandbox import TemplateLimitError
-from text.templates.search import Search
-from text.templates.systems import add_to_system
+from text.templates.turns import add_to_system
 
+# A shorter text may occur in the markup as well.
 _SHORT = 16
-"""Length below which a text may occur in the markup as well."""
 Render = Callable[[Mapping[str, Any]], str]
 """Renders one template. Raises InvalidRequestError with the template's own message."""
+# Limits of all searches in one prompt: without them, thousands of short texts would each search a prompt of megabytes.
+_FREE_CHARACTERS = 2**30
+# A search for words takes so many times as long as one for a text.
+_EXPENSIVE = 8
+_PASSES = 16
+
+
+class Search:
+    """Owns the position after the last text that was found in order, and the remaining budget of characters."""
+
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
+        self._position = 0
+        self._spelling = 0
+        self._num_left = _FREE_CHARACTERS + _PASSES * len(prompt)
+
+    def has(self, spellings: Sequence[str]) -> bool:
+        """Return whether the prompt contains a text in one of its spellings: after the last one, or anywhere.
+
+        Raises TemplateLimitError if the budget is exceeded.
+        """
+        last = min(self._spelling, len(spellings) - 1)
+        # A template mostly writes all texts in one way: the last spelling is tried first, behind the last text.
+        order = sorted(range(len(spellings)), key=lambda index: index != last)
+        for begin in (self._position, 0):
+            for index in order:
+                found = self._find(spellings[index].strip(), begin)
+                if found >= 0:
+                    self._spelling = index
+                    self._position = max(self._position, found) if begin == 0 else found
+                    return True
+        return False
+
+    def count(self, text: str, prompt: str | None = None) -> int:
+        """Return the number of occurrences of a text in the prompt, or in another one.
+
+        Raises TemplateLimitError if the budget is exceeded.
+        """
+        prompt = self._prompt if prompt is None else prompt
+        self._spend(len(prompt))
+        return prompt.count(text.strip())
+
+    def count_words(self, text: str, prompt: str | None = None) -> int:
+        """Return the number of occurrences that are not within a word."""
+        text = text.strip()
+        prompt = self._prompt if prompt is None else prompt
+        self._spend(_EXPENSIVE * len(prompt))
+        pattern = re.escape(text)
+        pattern = (r"(?<!\w)" if re.match(r"\w", text) else "") + pattern
+        return len(re.findall(pattern + (r"(?!\w)" if re.search(r"\w\Z", text) else ""), prompt))
+
+    def _find(self, text: str, begin: int) -> int:
+        """Return the position after the text, or -1."""
+        found = self._prompt.find(text, begin)
+        end = len(self._prompt) if found < 0 else found + len(text)
+        self._spend(end - begin)
+        return -1 if found < 0 else end
+
+    def _spend(self, num_characters: int) -> None:
+        self._num_left -= num_characters
+        if self._num_left < 0:
+            raise TemplateLimitError(
+                "the output of the model's chat template for these messages takes too long to check",
+                param="messages",
+            )
 
 
 @dataclass(frozen=True)
@@ -42,7 +104,13 @@ def attempt(render: Render, chat: Chat, form: Form, special: re.Pattern[str] | N
     Raises InvalidRequestError if the template rejects the form; the error names a text that the prompt would not contain.
     """
     text = render(_variables(chat, form, chat.messages, list(chat.documents)))
-    _check_tools(chat, text)
+    search = Search(text)
+    for index, tool in enumerate(chat.tools):
+        if not search.has([tool["function"]["name"]]):
+            raise InvalidRequestError(
+                f"the model's chat template does not show tools[{index}]: it does not support tools",
+                param=f"tools[{index}]",
+            )
     marks = Marks()
     marked = mark_messages(chat.messages, marks)
     written = _written(
@@ -50,6 +118,7 @@ def attempt(render: Render, chat: Chat, form: Form, special: re.Pattern[str] | N
     )
     if written is not None and (lost := marks.lost(written)) is not None:
         raise _lost(lost)
+    # The template looks at the content of a text, which the marks changed.
     if written is None or written.plain != text:
         _check_all_within(marks.texts, text, None if written is None else written.plain)
         return Prompt(text, _typed(render, chat, form, text, special))
@@ -65,6 +134,7 @@ def _typed(
     """
     if special is None:
         return None
+    # Templates look for reasoning in answers, so marks there change the output of more of them.
     for with_answers in (True, False):
         marks = TypedMarks(special, with_answers=with_answers)
         marked = mark_messages(chat.messages, marks)
@@ -82,16 +152,26 @@ def attempt_continued(
 
     Raises InvalidRequestError as ``attempt`` does, and if the template changes that content.
     """
-    _check_continued(chat.messages)
+    content = chat.messages[-1].get("content")
+    last = content[-1]["text"] if isinstance(content, list) else content
+    if not (last or "").strip() or chat.messages[-1].get("tool_calls"):
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with content, and without tool_calls",
+            param="continue_final_message",
+        )
+    where = f"messages[{len(chat.messages) - 1}].content"
     prompt = attempt(render, chat, form, special)
+    # The answer continues the white space at the end too, unless the template trims it.
     for keeps_space in (True, False):
         marks = Marks()
         marked = mark_messages(chat.messages, marks, is_continued=keeps_space)
         written = _written(render, marks, _variables(chat, form, marked, list(chat.documents)))
         if written is None or written.plain != prompt.text:
             continue
-        last = len(marks.texts) - 1 if keeps_space else _last_content(marks, len(chat.messages) - 1)
-        spans = written.spans.get(last)
+        # With ``keeps_space`` that content was marked once more, and last.
+        spans = written.spans.get(
+            max(number for number, text in enumerate(marks.texts) if text.where.startswith(where))
+        )
         if not spans:
             break
         end = max(end for _, end in spans)
@@ -101,21 +181,6 @@ def attempt_continued(
         "continue_final_message needs a last message whose content the model's chat template does not change",
         param="continue_final_message",
     )
-
-
-def _check_continued(messages: list[Message]) -> None:
-    content = messages[-1].get("content")
-    text = content[-1]["text"] if isinstance(content, list) else content
-    if not (text or "").strip() or messages[-1].get("tool_calls"):
-        raise InvalidRequestError(
-            "continue_final_message needs a last message with content, and without tool_calls",
-            param="continue_final_message",
-        )
-
-
-def _last_content(marks: Marks, index: int) -> int:
-    where = f"messages[{index}].content"
-    return max(number for number, text in enumerate(marks.texts) if text.where.startswith(where))
 
 
 def _variables(
@@ -138,19 +203,9 @@ def _written(render: Render, marks: Marks, variables: Mapping[str, Any]) -> Writ
     try:
         return marks.read(render(variables))
     except TemplateLimitError:
-        raise
+        raise  # a conversation that takes too long must not be rendered again and again
     except InvalidRequestError:
         return None
-
-
-def _check_tools(chat: Chat, text: str) -> None:
-    search = Search(text)
-    for index, tool in enumerate(chat.tools):
-        if not search.has([tool["function"]["name"]]):
-            raise InvalidRequestError(
-                f"the model's chat template does not show tools[{index}]: it does not support tools",
-                param=f"tools[{index}]",
-            )
 
 
 def _check_all_within(texts: list[MarkedText], prompt: str, plain: str | None) -> None:
@@ -160,7 +215,11 @@ def _check_all_within(texts: list[MarkedText], prompt: str, plain: str | None) -
     not counting occurrences within a word.
     """
     search = Search(prompt)
-    required = [_without_reasoning(text) for text in texts if text.is_required]
+    required = [
+        text if (rest := text.without_reasoning()) is None else replace(text, text=rest)
+        for text in texts
+        if text.is_required
+    ]
     for text in required:
         if not search.has([text.text, *text.spellings()]):
             raise _lost(text)
@@ -181,11 +240,6 @@ def _check_number(search: Search, text: MarkedText, num_sent: int, plain: str | 
         if search.count_words(spelling) < max(num_words, num_sent):
             raise _lost(text)
         return
-
-
-def _without_reasoning(text: MarkedText) -> MarkedText:
-    rest = text.without_reasoning()
-    return text if rest is None else replace(text, text=rest)
 
 
 def _lost(text: MarkedText) -> InvalidRequestError:

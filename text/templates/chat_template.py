@@ -11,11 +11,14 @@ from contract.errors import InvalidRequestError, SettingError
 from text.chat import Chat
 from text.templates.attempt import Prompt, Render, attempt, attempt_continued
 from text.templates.forms import Form, shape
-from text.templates.probe import REFUSED, Findings, Probe
-from text.templates.questions_messages import ask_about_messages
-from text.templates.questions_tools import ask_about_documents, ask_about_tools, described_tool, document
-from text.templates.questions_turns import ask_about_turns
-from text.templates.report import TemplateReport
+from text.templates.probe import REFUSED, Findings, Probe, TemplateReport, ask_about_messages
+from text.templates.questions_tools import (
+    ask_about_documents,
+    ask_about_tools,
+    ask_about_turns,
+    described_tool,
+    document,
+)
 from text.templates.sandbox import (
     DEFAULT,
     LocalRenderer,
@@ -24,7 +27,7 @@ from text.templates.sandbox import (
     TemplateRefusalError,
     refusal,
 )
-from text.templates.turns import has_neighbours
+from text.templates.turns import merge_neighbours
 
 TOOL_USE = "tool_use"
 RAG = "rag"
@@ -93,12 +96,17 @@ class ChatTemplate:
         Raises InvalidRequestError with the template's own message if it rejects the conversation, and with the name of a
         message that no form shows completely.
         """
-        name = self._name_for(chat)
+        name = DEFAULT
+        if chat.tools and TOOL_USE in self._findings:
+            name = TOOL_USE
+        elif chat.documents and RAG in self._findings:
+            name = RAG
         render = self._render(name)
         make = attempt_continued if chat.continue_final_message else attempt
         first: InvalidRequestError | None = None
         last: InvalidRequestError | None = None
         for form in _forms_for(chat, self._findings[name].form):
+            # Merging cannot help with a template that loses a text.
             if form.merges and not isinstance(last, TemplateRefusalError):
                 continue
             try:
@@ -114,13 +122,6 @@ class ChatTemplate:
     def close(self) -> None:
         """Close the renderer; the template must not be used afterwards."""
         self._renderer.close()
-
-    def _name_for(self, chat: Chat) -> str:
-        if chat.tools and TOOL_USE in self._findings:
-            return TOOL_USE
-        if chat.documents and RAG in self._findings:
-            return RAG
-        return DEFAULT
 
     def _render(self, name: str) -> Render:
         return lambda variables: _unicode(self._renderer.render(name, {**variables, **self._tokens}))
@@ -188,7 +189,8 @@ def _forms_for(chat: Chat, form: Form) -> Iterator[Form]:
     """
     for plainer in _plainer_forms(chat, form):
         yield plainer
-        if has_neighbours(shape(chat.messages, plainer)):
+        shaped = shape(chat.messages, plainer)
+        if len(merge_neighbours(shaped)) < len(shaped):
             yield replace(plainer, merges=True)
 
 

@@ -38,7 +38,9 @@ def main() -> None:
     first = read_frame(source)
     if first is None:
         return
-    _limit_memory(first["max_memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_AS, (first["max_memory_bytes"], first["max_memory_bytes"]))
+    # A process that the kernel ends would leave a core file of its whole memory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     renderer: LocalRenderer | None = None
     frame: dict[str, Any] | None = first
     while frame is not None:
@@ -94,11 +96,6 @@ def _rendered(renderer: LocalRenderer, frame: dict[str, Any], max_characters: in
         return {REFUSAL: error.message}
     allowed = min(max_characters, _FREE_CHARACTERS + _CHARACTERS_PER_BYTE * frame[_LENGTH])
     return {TEXT: text} if len(text) <= allowed else {TOO_MUCH: ""}
-
-
-def _limit_memory(max_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":

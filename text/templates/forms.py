@@ -1,4 +1,7 @@
-"""Message forms: converts a conversation (``text.chat``) to the form that a template needs."""
+"""Message forms: converts a conversation (``text.chat``) to the form that a template needs.
+
+Templates need the arguments of calls as an object or as JSON, while a client sends any text.
+"""
 
 import hashlib
 import json
@@ -6,9 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from text.chat import Message
-from text.templates.arguments import as_json, as_object
-from text.templates.systems import content_text, merge_systems, system_into_user
-from text.templates.turns import merge_neighbours, merged, name_calls, one_call_each
+from text.templates.turns import (
+    content_text,
+    merge_neighbours,
+    merge_systems,
+    merged,
+    name_calls,
+    one_call_each,
+    system_into_user,
+)
 
 BROKEN_KEY = "arguments"
 """The key of arguments that are not an object, for templates that iterate over the keys of an object."""
@@ -17,6 +26,7 @@ _EMPTY: dict[str, Any] = {"description": "", "parameters": {"type": "object", "p
 Absent = Literal["null", "empty", "missing", "part"]
 """The representation of a content without text; "part" is a list of one part without text."""
 ABSENT: tuple[Absent, ...] = ("null", "empty", "missing", "part")
+_MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,10 @@ class Form:
 
 def shape(messages: list[Message], form: Form) -> list[Message]:
     """Return the messages for the template; the given ones are not changed."""
-    shaped = [_with_role(message, form) for message in messages]
+    shaped = [
+        {**message, "role": form.developer} if message["role"] == "developer" else dict(message)
+        for message in messages
+    ]
     shaped = merge_systems(shaped, form.apart, form.later)
     if form.system == "user":
         shaped = system_into_user(shaped)
@@ -80,35 +93,41 @@ def shape(messages: list[Message], form: Form) -> list[Message]:
 def shape_tools(tools: list[dict[str, Any]], form: Form) -> list[dict[str, Any]] | None:
     """Return the tools for the template; None if it gets none."""
     if form.fills:
-        tools = [_filled(tool, form.fills) for tool in tools]
+        missing = [
+            {key: _EMPTY[key] for key in sorted(form.fills) if tool["function"].get(key) is None}
+            for tool in tools
+        ]
+        tools = [
+            {**tool, "function": {**tool["function"], **more}} if more else tool
+            for tool, more in zip(tools, missing, strict=True)
+        ]
     if form.tools == "system" or not tools:
         return None
     return [tool["function"] for tool in tools] if form.tools == "function" else tools
 
 
-def _with_role(message: Message, form: Form) -> Message:
-    return {**message, "role": form.developer} if message["role"] == "developer" else dict(message)
-
-
-def _filled(tool: dict[str, Any], keys: frozenset[str]) -> dict[str, Any]:
-    function = tool["function"]
-    missing = {key: _EMPTY[key] for key in sorted(keys) if function.get(key) is None}
-    return {**tool, "function": {**function, **missing}} if missing else tool
-
-
 def _assistant(message: Message, form: Form) -> list[Message]:
     if message["role"] != "assistant":
         return [message]
-    message = _with_reasoning(message, form)
+    if "reasoning_content" in message and form.reasoning != "reasoning_content":
+        name = form.reasoning
+        renamed = {name if key == "reasoning_content" else key: value for key, value in message.items()}
+        message = {key: value for key, value in renamed.items() if key is not None}
     if not message.get("tool_calls"):
         return [_with_absent(message, form.bare_contents)]
     if form.calls == "text":
-        return [_calls_in_text(message)]
+        lines = [content_text(message.get("content"))] if message.get("content") else []
+        for function in (call["function"] for call in message["tool_calls"]):
+            name = json.dumps(function["name"], ensure_ascii=False)
+            lines.append(f'{{"name": {name}, "arguments": {_as_json(function["arguments"])}}}')
+        kept = {key: value for key, value in message.items() if key not in ("tool_calls", "content")}
+        return [{**kept, "content": "\n".join(lines)}]
     message["tool_calls"] = [_call(call, form) for call in message["tool_calls"]]
-    if not _has_text(message):
+    if not message.get("content"):
         return [_with_absent(message, form.call_contents)]
     if not form.splits_calls:
         return [message]
+    # White space alone is no text: a message of its own would be an empty turn.
     if not content_text(message["content"]).strip():
         return [_set_absent(message, form.call_contents[0])]
     text_message = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -116,19 +135,8 @@ def _assistant(message: Message, form: Form) -> list[Message]:
     return [text_message, _set_absent(call_message, form.call_contents[0])]
 
 
-def _with_reasoning(message: Message, form: Form) -> Message:
-    if "reasoning_content" not in message or form.reasoning == "reasoning_content":
-        return message
-    renamed = {form.reasoning if key == "reasoning_content" else key: value for key, value in message.items()}
-    return {key: value for key, value in renamed.items() if key is not None}
-
-
-def _has_text(message: Message) -> bool:
-    return bool(message.get("content"))
-
-
 def _with_absent(message: Message, allowed: tuple[Absent, ...]) -> Message:
-    if _has_text(message):
+    if message.get("content"):
         return message
     sent: Absent = "missing"
     if "content" in message:
@@ -157,7 +165,7 @@ def _arguments(text: str, form: Form) -> Any:
     if value is None:
         if form.broken == "text":
             return text
-        return {BROKEN_KEY: text} if form.arguments == "object" else f'{{"{BROKEN_KEY}": {as_json(text)}}}'
+        return {BROKEN_KEY: text} if form.arguments == "object" else f'{{"{BROKEN_KEY}": {_as_json(text)}}}'
     if form.arguments == "object":
         return value
     return text if text.strip() else "{}"
@@ -167,23 +175,19 @@ def _short_id(call_id: Any) -> str:
     text = str(call_id)
     if len(text) == _ID_LENGTH and text.isascii() and text.isalnum():
         return text
+    # The same id in the call and in its result, and in every later request.
     return hashlib.sha256(text.encode()).hexdigest()[:_ID_LENGTH]
-
-
-def _calls_in_text(message: Message) -> Message:
-    lines = [content_text(message.get("content"))] if _has_text(message) else []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        lines.append(
-            f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {as_json(function["arguments"])}}}'
-        )
-    kept = {key: value for key, value in message.items() if key not in ("tool_calls", "content")}
-    return {**kept, "content": "\n".join(lines)}
 
 
 def _results(messages: list[Message], form: Form) -> list[Message]:
     if form.results == "tool":
-        return [_with_short_id(message, form) for message in messages]
+        has_short = form.call_ids == "nine"
+        return [
+            {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+            if has_short and message["role"] == "tool" and "tool_call_id" in message
+            else message
+            for message in messages
+        ]
     runs: list[list[Message]] = []
     after_result = False
     for message in messages:
@@ -191,18 +195,13 @@ def _results(messages: list[Message], form: Form) -> list[Message]:
         if is_result:
             message = {"role": "user", "content": f"Tool result:\n{content_text(message.get('content'))}"}
         is_user = message["role"] == "user"
+        # Many templates require that users and answers take turns, so results and the next question are one message.
         if after_result and is_user:
             runs[-1].append(message)
         else:
             runs.append([message])
         after_result = is_result or (after_result and is_user)
     return [merged(run) for run in runs]
-
-
-def _with_short_id(message: Message, form: Form) -> Message:
-    if form.call_ids == "nine" and message["role"] == "tool" and "tool_call_id" in message:
-        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
-    return message
 
 
 def _with_content(message: Message, form: Form) -> Message:
@@ -213,3 +212,59 @@ def _with_content(message: Message, form: Form) -> Message:
     if isinstance(content, str) and role in form.parts:
         content = [{"type": "text", "text": content}]
     return message if content is message.get("content") else {**message, "content": content}
+
+
+def as_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object in ``text``, or None for anything else.
+
+    None also for an object that Python cannot represent (duplicate keys, NaN, half a surrogate pair, deep nesting).
+    """
+    if not text.strip():
+        return {}
+    # Counting is fast, and few arguments have that many brackets.
+    if text.count("{") + text.count("[") > _MAX_DEPTH and _depth(text) > _MAX_DEPTH:
+        return None
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        # Half of a surrogate pair is valid JSON, but no tokenizer accepts it.
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _as_json(text: str) -> str:
+    """Return ``text`` if it is a JSON object, else its JSON string; an empty text becomes an empty object."""
+    if not text.strip():
+        return "{}"
+    return text if as_object(text) is not None else json.dumps(text, ensure_ascii=False)
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    is_string = is_escaped = False
+    for character in text:
+        if is_string:
+            if character == '"' and not is_escaped:
+                is_string = False
+            is_escaped = character == "\\" and not is_escaped
+        elif character == '"':
+            is_string = True
+        elif character in "{[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "}]":
+            depth -= 1
+    return deepest
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("duplicate key")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

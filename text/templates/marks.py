@@ -2,7 +2,6 @@
 
 A mark begins with a random word that no text contains by chance. Marks are placed within the white space at a text's ends,
 so that a template that trims a text trims the marked one in the same way.
-
 """
 
 import html
@@ -10,12 +9,17 @@ import json
 import re
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
+
+from text.chat import Message
+from text.templates.forms import as_object
 
 _CLOSED_REASONING = re.compile(r"</[\w:|-]*think\w*>|\[/THINK\]|<\|?/?channel\|>")
+# Commands to a template, which it may remove from a text.
 _SWITCH = re.compile(r"(?<!\S)/(?:(?:no_?)?think|system_override)(?!\S)")
-"""Commands to a template, which it may remove from a text."""
+# A string, and for a key whose value is null what follows it.
 _JSON_STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*+:\s*+null\b)?')
-"""A string, and for a key whose value is null what follows it."""
+_DOCUMENT_TEXTS = ("text", "content", "contents", "document", "body", "passage")
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,6 @@ class MarkedText:
     text: str
     is_required: bool
     is_answer: bool
-
-    def is_written_as(self, written: str) -> bool:
-        """Return whether ``written`` is the text, unchanged or escaped, ignoring white space and commands."""
-        bare = _bare(written)
-        return written == self.text or any(bare == _bare(spelling) for spelling in self.spellings())
 
     def without_reasoning(self) -> str | None:
         """Return the text after the reasoning in an answer, or None if there is no reasoning."""
@@ -121,6 +120,7 @@ class Marks:
             elif number in opened:
                 written.spans.setdefault(number, []).append((opened.pop(number), position))
             else:
+                # The template dropped the beginning, as it does with the reasoning of earlier answers.
                 written.ends.setdefault(number, []).append(position)
         pieces.append(rendered[begin:])
         written.plain = "".join(pieces)
@@ -144,7 +144,10 @@ class Marks:
     @staticmethod
     def _is_whole(number: int, text: MarkedText, written: Written) -> bool:
         plain = written.plain
-        if any(text.is_written_as(plain[start:end]) for start, end in written.spans.get(number, ())):
+        # Unchanged or escaped, ignoring white space and commands.
+        spellings = {"".join(one.split()) for one in text.spellings()}
+        pieces = [plain[start:end] for start, end in written.spans.get(number, ())]
+        if any(piece == text.text or "".join(piece.split()) in spellings for piece in pieces):
             return True
         rest = text.without_reasoning()
         ends = [*written.ends.get(number, ()), *(end for _, end in written.spans.get(number, ()))]
@@ -172,6 +175,7 @@ class TypedMarks(Marks):
         if is_answer and not self._with_answers:
             return text
         mark = super().wrap
+        # A text without the token may be missing: only the places of typed tokens are looked for.
         return self._special.sub(lambda match: mark(match[0], where, is_required=False), text)
 
     def wrap_json(self, text: str, where: str) -> str:
@@ -179,12 +183,82 @@ class TypedMarks(Marks):
         return self.wrap(text, where)
 
 
-def _bare(text: str) -> str:
-    return "".join(text.split())
-
-
 def _unquoted(text: str) -> str | None:
     try:
         return str(json.loads(f'"{text}"', strict=False))
     except ValueError:
         return None
+
+
+def mark_messages(messages: list[Message], marks: Marks, *, is_continued: bool = False) -> list[Message]:
+    """Return the messages with marks. is_continued: the last mark includes white space at the end."""
+    marked = [_marked(message, f"messages[{index}]", marks) for index, message in enumerate(messages)]
+    if is_continued:
+        last = len(messages) - 1
+        content = _marked_content(messages[last], f"messages[{last}].content", marks, ends_with_space=True)
+        marked[last]["content"] = content
+    return marked
+
+
+def mark_documents(documents: list[dict[str, Any]], marks: Marks) -> list[dict[str, Any]]:
+    """Return the documents with marks around their direct strings, of which their text is required."""
+    return [
+        {
+            key: marks.wrap(value, f"documents[{index}].{key}", is_required=key in _DOCUMENT_TEXTS)
+            if isinstance(value, str)
+            else value
+            for key, value in document.items()
+        }
+        for index, document in enumerate(documents)
+    ]
+
+
+def _marked(message: Message, where: str, marks: Marks) -> Message:
+    marked = dict(message)
+    if message.get("content"):
+        marked["content"] = _marked_content(message, f"{where}.content", marks)
+    if message.get("reasoning_content"):
+        marked["reasoning_content"] = marks.wrap(
+            message["reasoning_content"], f"{where}.reasoning_content", is_required=False
+        )
+    if message.get("tool_calls"):
+        marked["tool_calls"] = [
+            _marked_call(call, f"{where}.tool_calls[{index}].function", marks)
+            for index, call in enumerate(message["tool_calls"])
+        ]
+    return marked
+
+
+def _marked_content(message: Message, where: str, marks: Marks, *, ends_with_space: bool = False) -> Any:
+    content = message["content"]
+    is_answer = message["role"] == "assistant"
+    if isinstance(content, str):
+        return marks.wrap(content, where, is_answer=is_answer, ends_with_space=ends_with_space)
+    last = len(content) - 1
+    return [
+        {
+            **part,
+            "text": marks.wrap(
+                part["text"],
+                f"{where}[{index}]",
+                is_answer=is_answer,
+                ends_with_space=ends_with_space and index == last,
+            ),
+        }
+        for index, part in enumerate(content)
+    ]
+
+
+def _marked_call(call: dict[str, Any], where: str, marks: Marks) -> dict[str, Any]:
+    function = call["function"]
+    name = marks.wrap(function["name"], f"{where}.name")
+    # Marks outside its strings would make an object invalid; of other text the template gets a string.
+    wrap = marks.wrap if as_object(function["arguments"]) is None else marks.wrap_json
+    return {
+        **call,
+        "function": {
+            **function,
+            "name": name,
+            "arguments": wrap(function["arguments"], f"{where}.arguments"),
+        },
+    }

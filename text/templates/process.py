@@ -72,6 +72,7 @@ class ProcessRenderer:
             env=render_environment(),
         )
         if process.stdin is not None:
+            # A process that is stopped reads nothing: a write must not wait for it.
             os.set_blocking(process.stdin.fileno(), False)
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)

@@ -53,7 +53,12 @@ class LocalRenderer:
     """Renders in this process, without limits of time and memory. Raises SettingError if a template cannot be compiled."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
-        environment = _environment()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
         self._templates = {name: _compiled(environment, source) for name, source in sources.items()}
 
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
@@ -72,16 +77,6 @@ def refusal(words: str) -> TemplateRefusalError:
     return TemplateRefusalError(
         f"the model's chat template rejects these messages: {words[:500]}", param="messages"
     )
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
 
 
 def _compiled(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2.Template:

@@ -1,18 +1,23 @@
-"""The start of requests in a step: of those that have a place in the batch, tokens in the budget, and blocks.
+"""The allocation of blocks in a step: to requests that start, and to running ones, for which others are preempted.
 
-They start in the order of their precedence (priority, then arrival), whether they are new, were preempted, or have KV that
-arrived from another worker. Blocks are allocated on demand, except for a prefill leg: it gets those of its whole prompt at
-once or does not start, because it is never preempted (law 4).
+Requests start in the order of their precedence (priority, then arrival), whether they are new, were preempted, or have KV
+that arrived from another worker. Blocks are allocated on demand, except for a prefill leg: it gets those of its whole prompt
+at once or does not start, because it is never preempted: another worker reads its blocks (law 4).
+
+A request is preempted when a running one needs a block for its next tokens and none is free. The last one in precedence
+loses its blocks and is queued again, to be recomputed from its first token; it may be the request that needs the block.
+So the first of all always advances, and two requests cannot preempt each other in turns. Requests that wait cause no
+preemption: they start if blocks are free.
 """
 
 from collections.abc import Callable
+from itertools import chain
 
 from engine.scheduling.batch.fair_steps import FairStep
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
-from engine.scheduling.requests.priority_queue import PriorityQueue, comes_first
-from engine.scheduling.requests.queues import BatchQueues
+from engine.scheduling.requests.finish import RequestStatus
+from engine.scheduling.requests.queues import BatchQueues, PriorityQueue, comes_first
 from engine.scheduling.requests.request import Request
-from engine.scheduling.requests.status import RequestStatus
 from engine.scheduling.requests.step_plan import ScheduledRequest, StepPlan
 from engine.scheduling.stats import Totals
 
@@ -37,36 +42,36 @@ class Admission:
     @property
     def has_room(self) -> bool:
         """True while another request could run."""
-        return len(self._queues.running) < self._max_num_seqs
+        return len(self._queues.running.requests) < self._max_num_seqs
 
     def start_requests(self, plan: StepPlan, step: FairStep, unserved: Request | None) -> None:
         """Start requests as far as the budget, ``max_num_seqs`` and the blocks reach.
 
-        The first one that lacks blocks holds up all that need some: otherwise small requests would pass a large one for
-        ever. While ``unserved``, outside the queues, lacks blocks, only the first waiting request may pass it, so that one
-        of these two can always start. Requests that have arrived start regardless: they hold their blocks already, and must
-        run to free them.
+        While ``unserved``, outside the queues, lacks blocks, only the first waiting request may pass it.
         """
         queues = self._queues
         has_blocks = True
         while plan.budget > 0 and self.has_room:
             arrived = step.next_of(queues.arrived)
+            # The first of all, not the fairest: so either it or ``unserved`` can always start.
             waiting = (
                 (queues.waiting.first if unserved else step.next_of(queues.waiting)) if has_blocks else None
             )
+            # One that has arrived needs no more blocks to start, and must run to free those that it holds.
             if arrived and comes_first(arrived, waiting):
                 self._start(arrived, queues.arrived)
                 plan.add(ScheduledRequest(arrived, 1, self._pool.table_of(arrived.key)))
-                step.started(arrived, 0)
+                step.on_start(arrived, 0)
                 continue
             if waiting is None:
                 return
             entry = self._allocate(waiting, plan.budget) if comes_first(waiting, unserved) else None
+            # One that lacks blocks holds up all that need some: else small requests would pass a large one for ever.
             has_blocks = entry is not None
             if entry is not None:
                 self._start(waiting, queues.waiting)
                 plan.add(entry)
-                step.started(waiting, entry.num_tokens)
+                step.on_start(waiting, entry.num_tokens)
 
     def _start(self, request: Request, queue: PriorityQueue) -> None:
         self._queues.start(request, queue)
@@ -80,14 +85,14 @@ class Admission:
     def _allocate(self, request: Request, budget: int) -> ScheduledRequest | None:
         """Return an entry with its blocks, cached ones included; None unless blocks for all known tokens are free now.
 
-        Only the blocks of this chunk are allocated (for a prefill leg: all). If the rest were not checked, a request could
-        start, run short and be preempted again for ever, while leases hold the blocks that it needs. No other request
-        starts before its last chunk, which takes the whole budget, and what it still lacks is promised to it
-        (``BatchQueues.num_promised_blocks``), so remote KV does not take it either.
+        Only the blocks of this chunk are allocated (for a prefill leg: all).
         """
         size = self._pool.block_size
         cached = self._pool.find_cached(request.reusable_hashes)
         num_missing_blocks = blocks_needed(request.num_tokens, size) - len(cached)
+        # Unless the rest were checked too, a request could start, run short and be preempted again for ever, while leases
+        # hold the blocks that it needs. The rest stays free meanwhile: no other request starts before its last chunk,
+        # which takes the whole budget, and remote KV leaves what it still lacks (``BatchQueues.num_promised_blocks``).
         if not self._pool.can_allocate(num_missing_blocks, cached):
             return None
         num_cached = len(cached) * size
@@ -95,6 +100,38 @@ class Admission:
         num_chunk_blocks = blocks_needed(num_cached + num_tokens, size) - len(cached)
         num_new = num_missing_blocks if request.is_sending else num_chunk_blocks
         is_resumed = request.status is RequestStatus.PREEMPTED
-        request.find_computed(len(cached), is_first=not is_resumed)
+        request.num_computed_tokens = num_cached
+        request.num_indexed_blocks = len(cached)
+        if not is_resumed:  # what the cache held of it is reported to its client once
+            request.num_cached_tokens = num_cached
         blocks = self._pool.allocate(request.key, num_new, cached)
         return ScheduledRequest(request, num_tokens, blocks, is_resumed)
+
+
+class Preemption:
+    """Allocates the blocks of running requests, and preempts requests where blocks run short."""
+
+    def __init__(self, queues: BatchQueues, pool: BlockPool) -> None:
+        self._queues = queues
+        self._pool = pool
+
+    def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> list[int] | None:
+        """Allocate the blocks that a running request lacks for its next ``num_tokens``.
+
+        Preempts other requests as needed. Returns None if the request was preempted itself.
+        """
+        num_needed = blocks_needed(request.num_computed_tokens + num_tokens, self._pool.block_size)
+        num_new = max(0, num_needed - self._pool.num_blocks_of(request.key))
+        while not self._pool.can_allocate(num_new):
+            # The last in precedence: so the first of all always advances. One that lends its blocks keeps them (law 4).
+            holders = chain(self._queues.running.requests, self._queues.arrived.requests)
+            candidates = (one for one in holders if not one.is_sending)
+            victim = max(candidates, key=lambda one: one.precedence)
+            plan.drop(victim)
+            self._queues.remove(victim)
+            self._pool.free(victim.key)
+            victim.lose_blocks()
+            self._queues.waiting.add(victim)
+            if victim is request:
+                return None
+        return self._pool.allocate(request.key, num_new)

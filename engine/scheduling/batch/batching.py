@@ -1,24 +1,149 @@
-"""The plan of a step: token budget, chunked prefill, preemption by recompute.
+"""The plan of a step: token budget, chunked prefill, preemption by recompute; and the plan of the one after it.
 
 Running requests come first, and of those the decodes. If one client's answers would slow down those of others, they
 take turns (``FairSteps``). A request that runs short of blocks preempts others (``Preemption``). If none was preempted,
-other requests start (``Admission``).
+other requests start (``Admission``). While the model computes, ``NextStep`` prepares the next step, for the case that all
+requests continue by one token each.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
 
 from engine.options import BatchingOptions
-from engine.outputs import SchedulerOutput
-from engine.scheduling.batch.admission import Admission
-from engine.scheduling.batch.drafts import Drafts
-from engine.scheduling.batch.fair_steps import FairStep, FairSteps
-from engine.scheduling.batch.preemption import Preemption
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.batch.admission import Admission, Preemption
+from engine.scheduling.batch.fair_steps import FairSteps
 from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.queues import BatchQueues
 from engine.scheduling.requests.request import Request
-from engine.scheduling.requests.status import RequestStatus
 from engine.scheduling.requests.step_plan import ScheduledRequest, StepPlan
+from engine.scheduling.requests.stopping import add_bitmask, ends_with_next_token, stop_tokens
 from engine.scheduling.stats import Totals
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """The next step, valid if these requests continue and no other joins them.
+
+    short: entries that need one more block each. stop_tokens: tokens that might end an answer; None: any might.
+    """
+
+    requests: list[Request]
+    plan: StepPlan
+    short: list[ScheduledRequest]
+    stop_tokens: set[int] | None
+
+
+class NextStep:
+    """Owns the plan of the next step, if there is one."""
+
+    def __init__(
+        self, queues: BatchQueues, pool: BlockPool, admission: Admission, budget: int, max_length: int
+    ) -> None:
+        self._queues = queues
+        self._pool = pool
+        self._admission = admission
+        self._budget = budget
+        self._max_length = max_length
+        self._prepared: _Prepared | None = None
+        self._without_masks: StepPlan | None = None
+
+    def prepare(self, scheduled: SchedulerOutput) -> None:
+        """Prepare the step after ``scheduled``, if each running request samples a token in that. Allocates nothing yet."""
+        requests = list(self._queues.running.requests)
+        if not requests or len(requests) > self._budget:
+            return
+        known: set[int] | None = set()
+        for request in requests:
+            # Each must sample a token: what one does next that is in the middle of its prompt depends on that step's budget.
+            if request.num_missing_tokens != scheduled.num_scheduled_tokens.get(request.key):
+                return
+            if known is not None and (own := stop_tokens(request, self._max_length)) is not None:
+                known |= own
+            else:
+                known = None
+        plan = StepPlan.of_next_step(requests, self._budget)
+        self._prepared = _Prepared(requests, plan, self._short_of(plan), known)
+
+    def pop(self) -> StepPlan | None:
+        """Return the plan, with blocks allocated, if it is still valid, else None. It is dropped either way."""
+        prepared = self._prepared
+        self._prepared = None
+        if prepared is None or prepared.requests != list(self._queues.running.requests):
+            return None
+        return self._with_blocks(prepared.plan, prepared.short)
+
+    def plan_ahead(self) -> StepPlan | None:
+        """Return a plan of the step after the one that is being computed, before its tokens are known; blocks are allocated.
+
+        It has the requests of the prepared step but those that the coming token ends by their length. One that this token
+        turns out to end otherwise is computed once more, and its result is dropped. None if there is no plan, or a request
+        samples anything else than one token that it continues with; then the plan is kept. ``add_masks`` must follow.
+        """
+        prepared = self._prepared
+        # A prefill leg ends with its token, an embedding samples none, and the choices of a prompt separate behind it.
+        if prepared is None or any(
+            one.is_sending or one.is_pooling or one.engine_request.num_choices > 1
+            for one in prepared.requests
+        ):
+            return None
+        requests = [one for one in prepared.requests if not ends_with_next_token(one, self._max_length)]
+        if not requests:
+            return None
+        is_whole = len(requests) == len(prepared.requests)
+        without_blocks = prepared.plan if is_whole else StepPlan.of_next_step(requests, self._budget)
+        # A request that turns out to have ended gives its blocks back while the device still writes to them. That is safe:
+        # who gets a block writes to it, or reads it, in a later pass, and passes of one device run one after another.
+        short = prepared.short if is_whole else self._short_of(without_blocks)
+        plan = self._with_blocks(without_blocks, short)
+        if plan is not None:
+            self._prepared = None
+            self._without_masks = plan
+        return plan
+
+    def add_masks(self) -> None:
+        """Add what grammars allow to the order of ``plan_ahead``, if there is one: the tokens before it are known now."""
+        plan = self._without_masks
+        self._without_masks = None
+        if plan is not None and plan.next_output is not None:
+            add_bitmask(plan, plan.next_output)
+
+    def pop_if_all_continue(self, output: ModelRunnerOutput) -> StepPlan | None:
+        """Return the plan if no token that was sampled in ``output``, which is not processed yet, can end an answer.
+
+        If None is returned, no request has changed.
+        """
+        known = self._prepared.stop_tokens if self._prepared else None
+        sampled = output.sampled_token_ids
+        if known is None or not all(sampled) or not known.isdisjoint(chain.from_iterable(sampled)):
+            return None
+        return self.pop()
+
+    def drop(self) -> None:
+        """Drop the plan."""
+        self._prepared = None
+
+    def _short_of(self, plan: StepPlan) -> list[ScheduledRequest]:
+        """Return the entries that need one more block each."""
+        size = self._pool.block_size
+        short = []
+        for entry in plan.entries.values():
+            if len(entry.request.token_ids) >= self._pool.num_blocks_of(entry.request.key) * size:
+                short.append(entry)  # noqa: PERF401 see StepPlan.of_next_step
+        return short
+
+    def _with_blocks(self, plan: StepPlan, short: list[ScheduledRequest]) -> StepPlan | None:
+        """Allocate a block for each of these entries; None if another request could start, or blocks run short."""
+        is_awaited = self._queues.waiting.requests or self._queues.arrived.requests
+        if is_awaited and self._admission.has_room:
+            return None
+        if short and not self._pool.can_allocate(len(short)):
+            return None
+        for entry in short:
+            entry.new_block_ids.extend(self._pool.allocate(entry.request.key, 1))
+        return plan
 
 
 class Batcher:
@@ -38,7 +163,7 @@ class Batcher:
     ) -> None:
         self.fair_steps = FairSteps(options.max_key_slowdown, clock)
         self.admission = Admission(queues, pool, options.max_num_seqs, totals, clock)
-        self.drafts = Drafts(queues, pool, self.admission, options.max_num_batched_tokens, max_length)
+        self.next_step = NextStep(queues, pool, self.admission, options.max_num_batched_tokens, max_length)
         self._preemption = Preemption(queues, pool)
         self._queues = queues
         self._max_num_batched_tokens = options.max_num_batched_tokens
@@ -49,36 +174,29 @@ class Batcher:
 
         unserved: a request outside the queues that waits for blocks; none that comes after it takes blocks to start.
         """
-        if draft := self.drafts.take():
-            return draft
+        if plan := self.next_step.pop():
+            return plan
         queues = self._queues
-        plan = StepPlan(self._budget())
+        budget = self._max_num_batched_tokens
+        # Beside answers that continue, prompts get less: each of their tokens delays the next token of all answers.
+        if num_answers := sum(request.is_decoding for request in queues.running.requests) + len(
+            queues.arrived.requests
+        ):
+            budget = min(budget, num_answers + self._max_num_mixed_tokens)
+        plan = StepPlan(budget)
         step = self.fair_steps.begin(queues.running, queues.arrived, queues.waiting)
-        self._continue_running(plan, step)
-        if plan.num_preempted == 0:
-            self.admission.start_requests(plan, step, unserved)
-        return plan
-
-    def draft(self, scheduled: SchedulerOutput) -> None:
-        """Prepare the next step while ``scheduled`` is computed, for the case that all its requests continue alone."""
-        if self.fair_steps.may_hold_all(self._queues.running):
-            self.drafts.prepare(scheduled)
-
-    def _budget(self) -> int:
-        """Return the tokens of the coming step: beside answers that continue, prompts get a smaller part of it."""
-        queues = self._queues
-        num_answers = sum(request.is_decoding for request in queues.running) + len(queues.arrived)
-        mixed = num_answers + self._max_num_mixed_tokens
-        return min(self._max_num_batched_tokens, mixed) if num_answers else self._max_num_batched_tokens
-
-    def _continue_running(self, plan: StepPlan, step: FairStep) -> None:
-        """Schedule decodes before chunks of prompts, so that a long prompt does not delay running answers."""
-        for request in sorted(self._queues.running, key=lambda request: not request.is_decoding):
+        # Decodes before chunks of prompts, so that a long prompt does not delay running answers.
+        for request in sorted(queues.running.requests, key=lambda request: not request.is_decoding):
+            # The list is a copy: a request of it may have been preempted for one before it.
             if request.status is RequestStatus.PREEMPTED or request.key in step.sitting_out:
                 continue
             num_tokens = min(request.num_missing_tokens, plan.budget)
             if num_tokens == 0:
-                return
+                break
             new_blocks = self._preemption.allocate(request, num_tokens, plan)
             if new_blocks is not None:
                 plan.add(ScheduledRequest(request, num_tokens, new_blocks))
+        # Blocks ran short: one that started now might lose them again in the next step.
+        if plan.num_preempted == 0:
+            self.admission.start_requests(plan, step, unserved)
+        return plan

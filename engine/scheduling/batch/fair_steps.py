@@ -2,9 +2,10 @@
 
 Every request of a batch waits for the whole step. If each row makes a step longer (on a processor, or with long
 contexts), a client with a hundred answers makes each token of all other clients many times slower. So a step holds no more
-rows of one client than make it ``max_key_slowdown`` times as long as a step of a few rows. If rows are almost free, as on
-a GPU that is not full, all of them fit. Rows that are left out take turns. Prompts are limited likewise: the client
-that was served least starts next, and no client starts more of them in a step than make it that much longer.
+rows of one client than make it ``max_key_slowdown`` times as long as a step of a few rows; ``RowLimit`` finds their number
+by measuring steps. If rows are almost free, as on a GPU that is not full, all of them fit. Rows that are left out take
+turns. Prompts are limited likewise: the client that was served least starts next, and no client starts more of them in a
+step than make it that much longer.
 """
 
 import time
@@ -12,14 +13,59 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from engine.outputs import SchedulerOutput
-from engine.scheduling.batch.row_limit import MIN_ROWS, RowLimit
-from engine.scheduling.requests.priority_queue import PriorityQueue
+from engine.scheduling.requests.queues import PriorityQueue
 from engine.scheduling.requests.request import Request
 
+MIN_ROWS = 2
+"""Rows that every client gets, whatever they cost."""
+_GROWTH = 1.1
+_CUT = 0.9
+# Weights of a new length of a short step, if longer and if shorter: a busy moment must not become the measure.
+_UP = 0.02
+_DOWN = 0.3
 RECENT_SECONDS = 1.0
 """The time after its last step in which other clients must leave room for a client."""
+# Length of the pause between steps of one limited client's answers alone, in steps.
 _PAUSE = 3
-"""Length of the pause between steps of one limited client's answers alone, in steps."""
+
+
+class RowLimit:
+    """A limit that grows while steps stay short, and shrinks when they get too long, like TCP's window.
+
+    The cost of a row is not constant (contexts grow, processors get busy), so the limit is found by trial. Used from one
+    thread.
+
+    max_slowdown: how many times as long as a step of a few rows a step may take.
+    """
+
+    def __init__(self, max_slowdown: float) -> None:
+        self._max_slowdown = max_slowdown
+        self._rows = 2.0 * MIN_ROWS
+        self._short_seconds = 0.0
+        self._seconds = 0.0
+
+    @property
+    def rows(self) -> int:
+        """The limit."""
+        return round(self._rows)
+
+    def note(self, num_rows: int, largest: int | None, seconds: float) -> None:
+        """Record a measured step. largest: rows of the client with most; None if it was the only client."""
+        # The measure is a step of few rows: what a client with few answers would have without the others.
+        if num_rows <= MIN_ROWS + 1:
+            weight = _DOWN if seconds < self._short_seconds else _UP
+            self._short_seconds = _smoothed(self._short_seconds, seconds, weight)
+        if largest is None or not self._short_seconds:
+            return
+        self._seconds = _smoothed(self._seconds, seconds, 0.5)
+        if self._seconds > self._max_slowdown * self._short_seconds:
+            self._rows = max(MIN_ROWS, _CUT * min(self._rows, largest))
+        elif largest >= self.rows:  # a limit that no client has reached was not tried
+            self._rows *= _GROWTH
+
+
+def _smoothed(known: float, new: float, weight: float) -> float:
+    return known + weight * (new - known) if known else new
 
 
 class FairStep:
@@ -40,14 +86,16 @@ class FairStep:
         limit = self.limit
         if limit is None:
             return queue.first
-        firsts = [queue.first_of(client) for client in queue.clients if self.num_started[client] < limit]
-        return min(firsts, key=lambda one: (self._served[one.asked.tenant], one.precedence), default=None)
+        firsts = [next(queue.of(client)) for client in queue.clients if self.num_started[client] < limit]
+        return min(
+            firsts, key=lambda one: (self._served[one.engine_request.tenant], one.precedence), default=None
+        )
 
-    def started(self, request: Request, num_tokens: int) -> None:
+    def on_start(self, request: Request, num_tokens: int) -> None:
         """Record that a request starts with ``num_tokens`` in this step."""
-        self.num_started[request.asked.tenant] += 1
+        self.num_started[request.engine_request.tenant] += 1
         if self.limit is not None:
-            self._served[request.asked.tenant] += num_tokens
+            self._served[request.engine_request.tenant] += num_tokens
 
 
 class Turns:
@@ -57,11 +105,14 @@ class Turns:
         self._last_turns: dict[str, int] = {}
         self._num_steps = 0
 
-    def take(self, running: PriorityQueue, limit: int) -> set[str]:
+    def choose(self, running: PriorityQueue, limit: int) -> set[str]:
         """Give a turn to ``limit`` answers of each client; return the keys of the others."""
+        # New answers wait like those that had the last turn, or they would displace all others.
         latest = self._num_steps
         self._num_steps += 1
-        self._last_turns = {request.key: self._last_turns.get(request.key, latest) for request in running}
+        self._last_turns = {
+            request.key: self._last_turns.get(request.key, latest) for request in running.requests
+        }
         sitting_out: set[str] = set()
         for client in running.clients:
             own = [request for request in running.of(client) if request.is_decoding]
@@ -95,6 +146,7 @@ class FairSteps:
         num_rows = len(scheduled.num_scheduled_tokens)
         if not num_rows or not seconds:
             return
+        # Measured in steps, because what another client's request waits for is the end of one.
         self._pause_until = self._clock() + _PAUSE * seconds
         if num_rows < scheduled.total_num_scheduled_tokens:
             started = self._step.num_started if self._step and self._step.limit is not None else None
@@ -123,6 +175,7 @@ class FairSteps:
         now = self._clock()
         recent = {client: at for client, at in self._last_active.items() if now - at < RECENT_SECONDS}
         self._last_active = recent | dict.fromkeys(clients, now)
+        # A client that is alone has the whole machine; what it was served meanwhile is not held against it later.
         if len(self._last_active) < 2 or not self._is_on:
             self._largest = None
             self._served = {}
@@ -134,8 +187,8 @@ class FairSteps:
         limit = self._limit_among(self._last_active, running)
         most = _most(running)
         self._largest = min(limit, most)
-        sitting_out = self._turns.take(running, limit) if most > limit else set()
-        max_starts = max(MIN_ROWS, self.answers.rows if running else self.prompts.rows)
+        sitting_out = self._turns.choose(running, limit) if most > limit else set()
+        max_starts = max(MIN_ROWS, self.answers.rows if running.requests else self.prompts.rows)
         self._step = FairStep(max_starts, sitting_out, self._served)
         return self._step
 

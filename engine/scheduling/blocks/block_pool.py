@@ -1,13 +1,64 @@
 """The one owner of KV blocks (law 1): their holders, which of them are free, and what free ones still contain."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from contract.block_hash import BlockHash
-from engine.scheduling.blocks.prefix_index import PrefixIndex
 
 NULL_BLOCK = 0
 _NOTHING: tuple[int, ...] = ()
+
+
+class PrefixIndex:
+    """Finds blocks by content. Owns no block: the BlockPool enters computed or verified ones, and evicts taken ones.
+
+    Of two blocks with the same content the first stays indexed, so a hash names at most one block.
+    """
+
+    def __init__(self) -> None:
+        self._block_by_hash: dict[BlockHash, int] = {}
+        self._hash_by_block: dict[int, BlockHash] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_by_hash)
+
+    def find(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Return the blocks of the longest indexed prefix of ``hashes``, first to last."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._block_by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def enter(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        """Record that each block holds this content, unless another block does already."""
+        block_by_hash = self._block_by_hash
+        hash_by_block = self._hash_by_block
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if block_hash not in block_by_hash and block_id not in hash_by_block:
+                block_by_hash[block_hash] = block_id
+                hash_by_block[block_id] = block_hash
+
+    def evict(self, block_id: int) -> None:
+        """Drop the content of a block, if it has any: it is about to be written."""
+        block_hash = self._hash_by_block.pop(block_id, None)
+        if block_hash is not None:
+            del self._block_by_hash[block_hash]
+
+    def holds(self, block_id: int) -> bool:
+        """Return whether the block's content can be found."""
+        return block_id in self._hash_by_block
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self._block_by_hash.clear()
+        self._hash_by_block.clear()
+
+    def check_integrity(self) -> None:
+        """Assert that both directions agree."""
+        assert {block: h for h, block in self._block_by_hash.items()} == self._hash_by_block
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
@@ -22,6 +73,8 @@ class BlockPool:
     worker may still read. A holder's blocks are ordered: they are its block table. A free block's old content can be
     found by hash until the block is taken. A quarantined block may still be written by a read that cannot be cancelled;
     it has no reference, and is not allocated before ``release_quarantine``.
+
+    num_usable_blocks: all but the null block.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
@@ -30,6 +83,7 @@ class BlockPool:
                 f"a pool of {num_blocks} blocks holds nothing; block 0 is the null block, give 2 or more"
             )
         self.num_blocks = num_blocks
+        self.num_usable_blocks = num_blocks - 1
         self.block_size = block_size
         self._caches_prefixes = enable_prefix_caching
         self._index = PrefixIndex()
@@ -39,11 +93,6 @@ class BlockPool:
         self._quarantined: dict[str, list[int]] = {}
 
     @property
-    def num_usable_blocks(self) -> int:
-        """All blocks but the null block."""
-        return self.num_blocks - 1
-
-    @property
     def num_free_blocks(self) -> int:
         """Blocks that may be taken now."""
         return len(self._free)
@@ -51,7 +100,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """The share of usable blocks that are not free, 0..1."""
-        return 1.0 - self.num_free_blocks / self.num_usable_blocks
+        return 1.0 - len(self._free) / self.num_usable_blocks
 
     def find_cached(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Return the blocks of the longest cached prefix of ``hashes``. They are valid until the pool changes."""
@@ -68,9 +117,15 @@ class BlockPool:
         """
         table = self._tables.setdefault(holder, [])
         for block in cached:
-            self._free.pop(block, None)
+            self._free.pop(block, None)  # if no other holder has it
             self._references[block] += 1
-        taken = [self._take() for _ in range(num_new)]
+        taken = []
+        for _ in range(num_new):
+            # From the front: what was freed first, so that the content that was used last is found longest.
+            block, _ = self._free.popitem(last=False)
+            self._index.evict(block)
+            self._references[block] = 1
+            taken.append(block)
         table.extend([*cached, *taken])
         return [*cached, *taken]
 
@@ -113,7 +168,7 @@ class BlockPool:
             if self._references[block] != 1:
                 raise ValueError(f"block {block} of {holder} is shared; no read may write into it")
             self._references[block] = 0
-            self._index.evict(block)
+            self._index.evict(block)  # the read that goes on may leave anything in it
         self._quarantined[holder] = table[num_shared:]
         for block in reversed(table[:num_shared]):
             self._drop_reference(block)
@@ -154,12 +209,6 @@ class BlockPool:
         assert sum(self.count_by_state().values()) == self.num_blocks
         self._index.check_integrity()
         assert not any(self._index.holds(block) for block in quarantined)
-
-    def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        self._index.evict(block)
-        self._references[block] = 1
-        return block
 
     def _drop_reference(self, block: int) -> None:
         self._references[block] -= 1

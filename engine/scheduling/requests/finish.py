@@ -1,10 +1,45 @@
-"""The ways in which a request finishes on this engine."""
+"""The states of a request in the scheduler, and the ways in which it finishes on this engine."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError
 from contract.outputs import FinishReason
-from engine.scheduling.requests.status import RequestStatus
+
+
+class RequestStatus(Enum):
+    """The stages of a request's life.
+
+    WAITING: for its first step (or, with KV that has arrived, for a place in the batch). WAITING_FOR_FSM: for its
+    grammar. WAITING_FOR_REMOTE_KVS: for KV that another worker computes. PREEMPTED: it lost its blocks and will be
+    recomputed. FINISHED_IGNORED: it was refused, because it can never run here.
+    """
+
+    WAITING = auto()
+    WAITING_FOR_FSM = auto()
+    WAITING_FOR_REMOTE_KVS = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH_CAPPED = auto()
+    FINISHED_ABORTED = auto()
+    FINISHED_IGNORED = auto()
+
+    @property
+    def is_finished(self) -> bool:
+        """True once nothing more will happen to the request."""
+        return self in _FINISHED
+
+
+_FINISHED = frozenset(
+    {
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_ABORTED,
+        RequestStatus.FINISHED_IGNORED,
+    }
+)
+
 
 _REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,

@@ -1,9 +1,84 @@
-"""The queues of the requests that could run."""
+"""The queues of the requests that could run, in the order in which they get places and blocks: priority, then arrival.
+
+They lose both in the opposite order, last to first.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Reversible
+from operator import attrgetter
 
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
-from engine.scheduling.requests.priority_queue import PriorityQueue
+from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.request import Request
-from engine.scheduling.requests.status import RequestStatus
+
+_PRECEDENCE = attrgetter("precedence")
+
+
+class PriorityQueue(Reversible[Request]):
+    """Requests sorted by ``Request.precedence``; one that is added again gets its old place.
+
+    requests: the same as a list, which only this class changes.
+    """
+
+    def __init__(self) -> None:
+        # Each step asks several times whether the queues are empty: a list answers without a call of Python's.
+        self.requests: list[Request] = []
+        self._by_client: dict[str, list[Request]] = {}
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def first(self) -> Request | None:
+        """The request that is next; None while the queue is empty."""
+        return self.requests[0] if self.requests else None
+
+    @property
+    def clients(self) -> Collection[str]:
+        """The clients that have requests in the queue."""
+        return self._by_client.keys()
+
+    def of(self, client: str) -> Iterator[Request]:
+        """Return the requests of one of ``clients``, in their order."""
+        return iter(self._by_client[client])
+
+    def num_of(self, client: str) -> int:
+        """Return how many requests of a client are queued."""
+        return len(self._by_client.get(client, ()))
+
+    def add(self, request: Request) -> None:
+        """Queue a request, which must not be queued already."""
+        insort(self.requests, request, key=_PRECEDENCE)
+        insort(self._by_client.setdefault(request.engine_request.tenant, []), request, key=_PRECEDENCE)
+
+    def remove(self, request: Request) -> bool:
+        """Remove a request; return False if it is not queued."""
+        if not _take_out(self.requests, request):
+            return False
+        own = self._by_client[request.engine_request.tenant]
+        _take_out(own, request)
+        if not own:
+            del self._by_client[request.engine_request.tenant]
+        return True
+
+
+def _take_out(requests: list[Request], request: Request) -> bool:
+    place = bisect_left(requests, request.precedence, key=_PRECEDENCE)
+    if place == len(requests) or requests[place] is not request:
+        return False
+    del requests[place]
+    return True
+
+
+def comes_first(request: Request, other: Request | None) -> bool:
+    """Return whether ``request`` is served before ``other``, or there is no other."""
+    return other is None or request.precedence < other.precedence
 
 
 class BatchQueues:
@@ -30,14 +105,17 @@ class BatchQueues:
 
     def num_queued_prompt_tokens(self) -> int:
         """Return how many known tokens are not computed, but for the newest token of each answer."""
-        waiting = sum(request.num_missing_tokens for request in self.waiting)
-        return waiting + sum(
-            request.num_missing_tokens for request in self.running if not request.is_decoding
-        )
+        num_tokens = 0
+        for request in self.waiting.requests:
+            num_tokens += request.num_missing_tokens
+        for request in self.running.requests:
+            if not request.is_decoding:
+                num_tokens += request.num_missing_tokens
+        return num_tokens
 
     def num_promised_blocks(self, pool: BlockPool) -> int:
         """Return how many blocks running requests lack for their known tokens: they started because these were free."""
         return sum(
             blocks_needed(request.num_tokens, pool.block_size) - pool.num_blocks_of(request.key)
-            for request in self.running
+            for request in self.running.requests
         )

@@ -1,16 +1,54 @@
-"""The scheduler's state of one request: its status, its tokens, and how many of them are computed."""
+"""The scheduler's state of one request: its status, its tokens, how many of them are computed, and its blocks' hashes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from contract.block_hash import BlockHash
+from contract.block_hash import BlockHash, block_hash, full_block_hashes
 from contract.outputs import RequestTimings, TransferReport
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Received
 from engine.grammar.matcher import GrammarMatcher
-from engine.scheduling.blocks.hash_chain import HashChain
-from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.token_logprobs import PromptLogprobEntries
+
+
+class HashChain:
+    """Hashes of the full blocks of a growing list of tokens; each depends on all tokens before its end.
+
+    blocks: one hash for each full block. computed_root: what the chain starts from for KV that this engine computes;
+    it starts from another root while the request has KV of another kind (``restart``).
+    """
+
+    def __init__(self, computed_root: BlockHash, token_ids: Sequence[int], block_size: int) -> None:
+        self.blocks = full_block_hashes(computed_root, token_ids, block_size)
+        self._computed_root = computed_root
+        self._root = computed_root
+        self._block_size = block_size
+
+    @property
+    def is_computed_here(self) -> bool:
+        """True if the hashes are those of KV that this engine computes, or could have computed."""
+        return self._root == self._computed_root
+
+    def copy(self) -> "HashChain":
+        """Return a chain that grows by itself from here."""
+        twin = HashChain(self._computed_root, (), self._block_size)
+        twin.blocks = list(self.blocks)
+        twin._root = self._root
+        return twin
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add the hash of the last block, which the newest token has filled. token_ids: all known tokens."""
+        parent = self.blocks[-1] if self.blocks else self._root
+        self.blocks.append(block_hash(parent, token_ids[-self._block_size :]))
+
+    def restart(self, token_ids: Sequence[int], root: BlockHash | None = None) -> None:
+        """Hash all blocks again from another root. root: None for KV that this engine computes."""
+        root = root or self._computed_root
+        if root != self._root:
+            self._root = root
+            self.blocks = full_block_hashes(root, token_ids, self._block_size)
 
 
 @dataclass
@@ -41,12 +79,12 @@ class Request:
     received, the prompt.
 
     token_ids: all known tokens: the prompt, then the answer's. num_computed_tokens: how many of them have their KV in
-    this request's blocks. num_emitted_tokens: tokens that left this engine as output. structured_output_request: where
-    the answer is in its grammar; None without a grammar, and while it is compiled. received: what came with the prompt's
-    KV from another worker; set between its arrival and the request's first step only.
+    this request's blocks. answer_length: tokens of the whole answer that were emitted, those by other engines included.
+    structured_output_request: where the answer is in its grammar; None without a grammar, and while it is compiled.
+    received: what came with the prompt's KV from another worker; set between its arrival and the request's first step only.
     """
 
-    asked: EngineRequest
+    engine_request: EngineRequest
     token_ids: list[int]
     milestones: Milestones
     arrival_number: int
@@ -54,10 +92,11 @@ class Request:
     hashes: HashChain
     prompt_logprobs: PromptLogprobEntries
     expires: float
+    num_prompt_tokens: int
+    answer_length: int
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_indexed_blocks: int = 0
-    num_emitted_tokens: int = 0
     num_cached_tokens: int = 0
     is_known_to_runner: bool = False
     is_fork: bool = False
@@ -68,7 +107,7 @@ class Request:
     @classmethod
     def from_engine_request(
         cls,
-        asked: EngineRequest,
+        engine_request: EngineRequest,
         model_fingerprint: str,
         block_size: int,
         *,
@@ -77,14 +116,18 @@ class Request:
     ) -> "Request":
         """Return the state of a request that has just arrived."""
         return cls(
-            asked=asked,
-            token_ids=list(asked.prompt_token_ids),
+            engine_request=engine_request,
+            token_ids=list(engine_request.prompt_token_ids),
             milestones=Milestones(queued=now),
             arrival_number=arrival_number,
             block_size=block_size,
-            hashes=HashChain(asked.hash_root(model_fingerprint), asked.prompt_token_ids, block_size),
-            prompt_logprobs=PromptLogprobEntries.of(asked),
-            expires=now + asked.deadline_seconds,
+            hashes=HashChain(
+                engine_request.hash_root(model_fingerprint), engine_request.prompt_token_ids, block_size
+            ),
+            prompt_logprobs=PromptLogprobEntries.of(engine_request),
+            expires=now + engine_request.deadline_seconds,
+            num_prompt_tokens=len(engine_request.prompt_token_ids),
+            answer_length=engine_request.first_index,
         )
 
     def fork(self, choice: int) -> "Request":
@@ -92,7 +135,7 @@ class Request:
         matcher = self.structured_output_request
         return replace(
             self,
-            asked=self.asked.of_choice(choice),
+            engine_request=self.engine_request.of_choice(choice),
             token_ids=list(self.token_ids),
             hashes=self.hashes.copy(),
             milestones=replace(self.milestones),
@@ -110,56 +153,41 @@ class Request:
     @cached_property
     def key(self) -> str:
         """The engine's identifier of this choice of this attempt."""
-        return self.asked.key
+        return self.engine_request.key
 
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
         """Tokens that end the answer, from its ``min_tokens`` on."""
-        sampling = self.asked.sampling
+        sampling = self.engine_request.sampling
         eos_token_ids = () if sampling.ignore_eos else self.eos_token_ids
         return frozenset(sampling.stop_token_ids) | frozenset(eos_token_ids)
 
     @property
-    def client_index(self) -> int:
-        """Index of the front end that sent the request, to which its outputs go."""
-        return self.asked.client_index
-
-    @property
-    def priority(self) -> int:
-        """Requests with a higher one run earlier."""
-        return self.asked.priority
-
-    @property
     def precedence(self) -> tuple[int, int]:
         """Sorts by priority, then arrival: a lower one is served earlier and preempted later."""
-        return -self.priority, self.arrival_number
+        return -self.engine_request.priority, self.arrival_number
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The model's own end tokens."""
-        return self.asked.eos_token_ids
+        return self.engine_request.eos_token_ids
 
     @cached_property
     def is_sending(self) -> bool:
         """True for a prefill leg, which lends its KV to another worker and finishes after one token."""
-        return isinstance(self.asked.transfer, SendTransfer)
+        return isinstance(self.engine_request.transfer, SendTransfer)
 
     @property
     def is_receiving(self) -> bool:
         """True for a decode leg, whose prompt's KV comes from another worker."""
-        return isinstance(self.asked.transfer, ReceiveTransfer)
+        return isinstance(self.engine_request.transfer, ReceiveTransfer)
 
     @property
     def is_pooling(self) -> bool:
         """True for a request for an embedding, which finishes when its prompt is computed."""
-        return self.asked.pooling_params is not None
+        return self.engine_request.pooling_params is not None
 
     # How far it is.
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.asked.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -172,15 +200,10 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def answer_length(self) -> int:
-        """Tokens of the whole answer so far, including those that other engines emitted."""
-        return self.asked.first_index + self.num_emitted_tokens
-
-    @property
     def is_decoding(self) -> bool:
         """True when only the newest token is not computed, and it is not the prompt's."""
         num_tokens = len(self.token_ids)
-        return num_tokens - self.num_computed_tokens == 1 and num_tokens > len(self.asked.prompt_token_ids)
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
 
     @property
     def block_hashes(self) -> list[BlockHash]:
@@ -189,13 +212,14 @@ class Request:
 
     @property
     def reusable_hashes(self) -> list[BlockHash]:
-        """Hashes of blocks that may come from the cache; the newest token is always computed, for its logits.
+        """Hashes of blocks that may come from the cache.
 
         Empty if every token of the prompt is needed: for its log probability, or for its part of a mean.
         """
-        is_mean = self.asked.pooling_params and self.asked.pooling_params.kind == "mean"
+        is_mean = self.engine_request.pooling_params and self.engine_request.pooling_params.kind == "mean"
         if self.prompt_logprobs.are_missing or is_mean:
             return []
+        # Without the newest token: it is computed even if its block is cached, for its logits.
         return self.block_hashes[: (self.num_tokens - 1) // self.block_size]
 
     # What changes.
@@ -203,19 +227,12 @@ class Request:
     def append_token(self, token_id: int) -> None:
         """Extend the answer by one token."""
         self.token_ids.append(token_id)
-        if len(self.token_ids) % self.block_size == 0:
+        if len(self.token_ids) % self.block_size == 0:  # only full blocks have hashes
             self.hashes.extend(self.token_ids)
 
     def hash_from(self, fingerprint: str) -> None:
         """Find and keep its blocks under other hashes: its KV differs from what this engine would compute (law 7)."""
-        self.hashes.restart(self.token_ids, self.asked.hash_root(fingerprint))
-
-    def find_computed(self, num_blocks: int, *, is_first: bool) -> None:
-        """Record that the cache holds its first ``num_blocks`` blocks. is_first: report them to the client."""
-        self.num_computed_tokens = num_blocks * self.block_size
-        self.num_indexed_blocks = num_blocks
-        if is_first:
-            self.num_cached_tokens = self.num_computed_tokens
+        self.hashes.restart(self.token_ids, self.engine_request.hash_root(fingerprint))
 
     def receive(self, received: Received, first_token: int, now: float) -> None:
         """Record that the prompt's KV has arrived and was verified; ``first_token`` was sampled by the sender."""
@@ -231,4 +248,4 @@ class Request:
         self.num_computed_tokens = 0
         self.num_indexed_blocks = 0
         self.prompt_logprobs.restart()
-        self.hashes.restart(self.token_ids)
+        self.hashes.restart(self.token_ids)  # as KV of this engine, even if it came from another one

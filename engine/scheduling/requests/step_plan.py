@@ -1,6 +1,6 @@
 """The plan of one step: how many tokens of which requests it computes. It becomes a SchedulerOutput."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -20,54 +20,68 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 class StepPlan:
     """Owns the token budget of one step, and the requests that share it in the order of the batch.
 
-    drafted_order: what ``to_output`` returns of a draft, and completes; None of others.
+    entries: its requests, by key. next_output: what ``to_output`` returns of a next step, and completes; None of others.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_preempted = 0
-        self._entries: dict[str, ScheduledRequest] = {}
-        self.drafted_order: SchedulerOutput | None = None
+        self.entries: dict[str, ScheduledRequest] = {}
+        self.next_output: SchedulerOutput | None = None
 
     @classmethod
-    def drafted(cls, requests: Sequence[Request], budget: int) -> "StepPlan":
+    def of_next_step(cls, requests: Sequence[Request], budget: int) -> "StepPlan":
         """Return a plan of one token of each request, for when the step that runs now has sampled that token.
 
         The runner keeps the requests already. No blocks are allocated yet.
         """
-        draft = cls(budget - len(requests))
-        draft._entries = {request.key: ScheduledRequest(request, 1, []) for request in requests}
-        draft.drafted_order = _output_of(draft._entries.values())
-        draft.drafted_order.scheduled_cached_reqs.num_computed_tokens = [
-            len(request.token_ids) for request in requests
-        ]
-        return draft
-
-    def __iter__(self) -> Iterator[ScheduledRequest]:
-        return iter(self._entries.values())
+        plan = cls(budget - len(requests))
+        # When that step has ended, all tokens that are known now are computed; the requests count them only then.
+        num_computed_tokens = []
+        # A loop, here and elsewhere on the way of a step, where each comprehension would be one call of Python more.
+        for request in requests:
+            plan.entries[request.key] = ScheduledRequest(request, 1, [])
+            num_computed_tokens.append(len(request.token_ids))
+        plan.next_output = _output_of(plan.entries.values())
+        plan.next_output.scheduled_cached_reqs.num_computed_tokens = num_computed_tokens
+        return plan
 
     def add(self, entry: ScheduledRequest) -> None:
         """Schedule a request in this step."""
-        self._entries[entry.request.key] = entry
+        self.entries[entry.request.key] = entry
         self.budget -= entry.num_tokens
 
     def drop(self, request: Request) -> None:
         """Remove a request that was preempted; its tokens, if it was scheduled already, return to the budget."""
         self.num_preempted += 1
-        entry = self._entries.pop(request.key, None)
+        entry = self.entries.pop(request.key, None)
         if entry is not None:
             self.budget += entry.num_tokens
 
     def to_output(self) -> SchedulerOutput:
         """Return the order to the runner, which from now on keeps every request in it."""
-        return self.drafted_order or self._build_output()
-
-    def _build_output(self) -> SchedulerOutput:
-        output = _output_of(self._entries.values())
-        for entry in self:
-            if not entry.request.is_known_to_runner:
-                output.scheduled_new_reqs.append(_new_request_data(entry))
-                entry.request.is_known_to_runner = True
+        if self.next_output is not None:
+            return self.next_output
+        output = _output_of(self.entries.values())
+        for entry in self.entries.values():
+            request = entry.request
+            if request.is_known_to_runner:
+                continue
+            engine_request = request.engine_request
+            output.scheduled_new_reqs.append(
+                NewRequestData(
+                    req_id=request.key,
+                    prompt_token_ids=list(request.token_ids),
+                    sampling_params=None if request.is_pooling else engine_request.sampling,
+                    block_ids=(list(entry.new_block_ids),),
+                    num_computed_tokens=request.num_computed_tokens,
+                    num_prompt_tokens=request.num_prompt_tokens - engine_request.num_delivered_tokens,
+                    num_choices=engine_request.num_choices,
+                    eos_token_ids=request.eos_token_ids,
+                    pooling_params=engine_request.pooling_params,
+                )
+            )
+            request.is_known_to_runner = True
         return output
 
 
@@ -76,31 +90,19 @@ def _output_of(entries: Collection[ScheduledRequest]) -> SchedulerOutput:
 
     Blocks that are added to an entry later are included: the output refers to its list.
     """
-    known = [entry for entry in entries if entry.request.is_known_to_runner]
-    num_scheduled_tokens = {entry.request.key: entry.num_tokens for entry in entries}
+    cached = CachedRequestData()
+    num_scheduled_tokens: dict[str, int] = {}
+    for entry in entries:
+        request = entry.request
+        num_scheduled_tokens[request.key] = entry.num_tokens
+        if request.is_known_to_runner:
+            cached.req_ids.append(request.key)
+            cached.resumed_from_preemption.append(entry.is_resumed)
+            cached.new_token_ids.append(list(request.token_ids) if entry.is_resumed else [])
+            cached.new_block_ids.append((entry.new_block_ids,))
+            cached.num_computed_tokens.append(request.num_computed_tokens)
     return SchedulerOutput(
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=[entry.request.key for entry in known],
-            resumed_from_preemption=[entry.is_resumed for entry in known],
-            new_token_ids=[list(entry.request.token_ids) if entry.is_resumed else [] for entry in known],
-            new_block_ids=[(entry.new_block_ids,) for entry in known],
-            num_computed_tokens=[entry.request.num_computed_tokens for entry in known],
-        ),
+        scheduled_cached_reqs=cached,
         num_scheduled_tokens=num_scheduled_tokens,
         total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
-    )
-
-
-def _new_request_data(entry: ScheduledRequest) -> NewRequestData:
-    request = entry.request
-    return NewRequestData(
-        req_id=request.key,
-        prompt_token_ids=list(request.token_ids),
-        sampling_params=None if request.is_pooling else request.asked.sampling,
-        block_ids=(list(entry.new_block_ids),),
-        num_computed_tokens=request.num_computed_tokens,
-        num_prompt_tokens=request.num_prompt_tokens - request.asked.num_delivered_tokens,
-        num_choices=request.asked.num_choices,
-        eos_token_ids=request.eos_token_ids,
-        pooling_params=request.asked.pooling_params,
     )

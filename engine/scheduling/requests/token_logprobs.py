@@ -19,11 +19,11 @@ class PromptLogprobEntries:
         self._num_entries = num_entries
 
     @classmethod
-    def of(cls, asked: EngineRequest) -> "PromptLogprobEntries":
+    def of(cls, engine_request: EngineRequest) -> "PromptLogprobEntries":
         """Return an empty list for this request. The prefill leg reports them, a decode leg does not."""
-        is_receiving = isinstance(asked.transfer, ReceiveTransfer)
-        num_alternatives = None if is_receiving else asked.sampling.prompt_logprobs
-        return cls(num_alternatives, len(asked.prompt_token_ids) - 1)
+        is_receiving = isinstance(engine_request.transfer, ReceiveTransfer)
+        num_alternatives = None if is_receiving else engine_request.sampling.prompt_logprobs
+        return cls(num_alternatives, len(engine_request.prompt_token_ids) - 1)
 
     @property
     def are_missing(self) -> bool:
@@ -38,7 +38,7 @@ class PromptLogprobEntries:
 
     def restart(self) -> None:
         """Drop an incomplete list: the prompt is computed again from its start."""
-        if self.are_missing:
+        if self.are_missing:  # a list that is complete is the same when the prompt is computed again
             self.entries = []
 
 

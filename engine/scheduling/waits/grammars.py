@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.errors import InvalidRequestError, KvbatonError, OverloadedError, UnsupportedFieldError
-from contract.grammars import reduced
+from contract.json_schema import reduced
 from contract.requests import EngineRequest
 from engine.grammar.compiler import GrammarCompiler, Outcome
-from engine.scheduling.requests.finish import Finish
-from engine.scheduling.requests.grammar_matching import finish_by
+from engine.scheduling.requests.finish import Finish, RequestStatus
 from engine.scheduling.requests.request import Request
-from engine.scheduling.requests.status import RequestStatus
+from engine.scheduling.requests.stopping import finish_by
 from engine.scheduling.waits.waits import Ready
 
 
@@ -53,12 +52,12 @@ class Grammars:
 
     @property
     def has_pending(self) -> bool:
-        """True while ``take_ready`` would return something."""
+        """True while ``pop_ready`` would return something."""
         return bool(self._outcomes)
 
-    def check(self, asked: EngineRequest) -> None:
+    def check(self, engine_request: EngineRequest) -> None:
         """Raise InvalidRequestError for a grammar that is too long, and for any if none are served."""
-        grammar = asked.sampling.grammar
+        grammar = engine_request.sampling.grammar
         if grammar is None:
             return
         if self._compiler is None:
@@ -75,21 +74,21 @@ class Grammars:
 
     def needs_wait(self, request: Request) -> bool:
         """Return whether the request has a grammar."""
-        return request.asked.sampling.grammar is not None and self._compiler is not None
+        return request.engine_request.sampling.grammar is not None and self._compiler is not None
 
     def start(self, request: Request) -> None:
         """Start the compilation of the request's grammar."""
-        grammar = request.asked.sampling.grammar
+        grammar = request.engine_request.sampling.grammar
         assert grammar is not None and self._compiler is not None, "the request needs no wait"
         wait = self._waits[request.key] = _Wait(request)
         try:
             wait.compiled = self._compiler.start(
-                request.asked, grammar, lambda outcome: self._note(request, outcome)
+                request.engine_request, grammar, lambda outcome: self._note(request, outcome)
             )
         except KvbatonError as error:
             self._note(request, error)
 
-    def prepare(self, asked: EngineRequest, then: Callable[[], None]) -> None:
+    def prepare(self, engine_request: EngineRequest, then: Callable[[], None]) -> None:
         """Compile the grammar of a request that is not here yet, and follow the tokens that it has delivered.
 
         The compilation is cached, with what its masks needed until then. ``then`` is called when that is over, even if it
@@ -100,18 +99,19 @@ class Grammars:
             then()
             self._wake()
 
-        grammar = asked.sampling.grammar
+        grammar = engine_request.sampling.grammar
         if grammar is None or self._compiler is None:
             end()
         else:
-            self._compiler.start(asked, grammar, end)
+            self._compiler.start(engine_request, grammar, end)
 
-    def take_ready(self) -> list[Ready]:
+    def pop_ready(self) -> list[Ready]:
         """Return the requests whose compilation has ended, with their matchers in place."""
         ready = []
         while self._outcomes:
             request, outcome = self._outcomes.pop(0)
             wait = self._waits.get(request.key)
+            # A request that has finished: another one may have its key.
             if wait is None or wait.request is not request:
                 continue
             del self._waits[request.key]
@@ -127,7 +127,7 @@ class Grammars:
     def give_up(self, request: Request) -> bool:
         """Stop waiting: the compilation continues for others, or is dropped if it has not begun."""
         wait = self._waits.pop(request.key, None)
-        grammar = request.asked.sampling.grammar
+        grammar = request.engine_request.sampling.grammar
         if wait and wait.compiled and grammar and self._compiler:
             self._compiler.give_up(grammar, wait.compiled)
         return False

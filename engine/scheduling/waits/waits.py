@@ -5,15 +5,85 @@ status and its deadline are those of the first stage, in order, that it has not 
 of them is ready for the batch.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.scheduling.requests.finish import Finish
+from engine.scheduling.requests.finish import Finish, RequestStatus
 from engine.scheduling.requests.request import Request
-from engine.scheduling.requests.status import RequestStatus
-from engine.scheduling.waits.deadlines import Deadline, Deadlines
+
+
+@dataclass(frozen=True, order=True)
+class Deadline:
+    """A time (seconds of the monotonic clock) by which the request ``key`` must have left the wait stage named ``stage``.
+
+    stage: None for the deadline of the request's whole life. seconds: how long it was given, for the message.
+    """
+
+    when: float
+    key: str = field(compare=False)
+    seconds: float = field(compare=False)
+    stage: str | None = field(default=None, compare=False)
+
+
+class Deadlines:
+    """A heap of the deadlines of live requests; those of forgotten requests are dropped when they come to its top.
+
+    clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._heap: list[tuple[Deadline, int]] = []
+        self._lives: dict[str, int] = {}
+        self._life_numbers = itertools.count()
+
+    def add(self, deadline: Deadline) -> None:
+        """Add a deadline; its request is live until ``forget``. A key that lives again has new deadlines only."""
+        # A number, since a later request may have the key of one whose deadlines are still in the heap.
+        life = self._lives.setdefault(deadline.key, next(self._life_numbers))
+        heapq.heappush(self._heap, (deadline, life))
+
+    def start(self, key: str, seconds: float, stage: str) -> None:
+        """Add the deadline of a request that has entered a wait stage now."""
+        self.add(Deadline(self._clock() + seconds, key, seconds, stage))
+
+    def forget(self, key: str) -> None:
+        """Drop the deadlines of a request that has finished."""
+        self._lives.pop(key, None)
+        # Otherwise long deadlines of requests that ended soon would fill the heap.
+        if len(self._heap) > 4 * len(self._lives) + 64:
+            self._heap = [entry for entry in self._heap if self._is_live(*entry)]
+            heapq.heapify(self._heap)
+
+    def pop_expired(self) -> list[Deadline]:
+        """Return the deadlines of live requests that are due, earliest first, once each."""
+        expired = []
+        now = self._clock()
+        while self._heap and self._heap[0][0].when <= now:
+            deadline, life = heapq.heappop(self._heap)
+            if self._is_live(deadline, life):
+                expired.append(deadline)
+        return expired
+
+    def next(self) -> float | None:
+        """Return when the earliest deadline of a live request is due."""
+        while self._heap and not self._is_live(*self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0].when if self._heap else None
+
+    def is_due(self) -> bool:
+        """Return whether ``pop_expired`` would return something."""
+        if not self._heap or self._heap[0][0].when > self._clock():  # the usual case, in every step
+            return False
+        due = self.next()
+        return due is not None and due <= self._clock()
+
+    def _is_live(self, deadline: Deadline, life: int) -> bool:
+        return self._lives.get(deadline.key) == life
 
 
 @dataclass(frozen=True)
@@ -41,7 +111,7 @@ class WaitStage(Protocol):
 
     @property
     def has_pending(self) -> bool:
-        """True while ``take_ready`` would return something."""
+        """True while ``pop_ready`` would return something."""
 
     def needs_wait(self, request: Request) -> bool:
         """Return whether this new request has to wait here."""
@@ -49,7 +119,7 @@ class WaitStage(Protocol):
     def start(self, request: Request) -> None:
         """Start the wait of a request. Raises a KvbatonError to reject it; then nothing has changed."""
 
-    def take_ready(self) -> Sequence[Ready]:
+    def pop_ready(self) -> Sequence[Ready]:
         """Return the requests whose wait is over, once each; those that did not fail have left the stage."""
 
     def give_up(self, request: Request) -> bool:
@@ -77,12 +147,17 @@ class Waits:
 
     @property
     def has_pending(self) -> bool:
-        """True while ``take_ready`` would return something."""
-        return any(stage.has_pending for stage in self._stages)
+        """True while ``pop_ready`` would return something."""
+        # A loop, because this is asked twice in each step: a generator would be called for every stage.
+        for stage in self._stages:  # noqa: SIM110
+            if stage.has_pending:
+                return True
+        return False
 
     def start(self, request: Request) -> bool:
         """Enter the stages that a request needs, all or none; return whether it needs any. Raises what a stage raises."""
         needed = [stage for stage in self._stages if stage.needs_wait(request)]
+        # If one stage rejects the request, those before it must forget it.
         with ExitStack() as undo:
             for stage in needed:
                 stage.start(request)
@@ -93,18 +168,19 @@ class Waits:
             self._enter_first(request)
         return bool(needed)
 
-    def take_ready(self) -> Iterator[Ready]:
+    def pop_ready(self) -> Iterator[Ready]:
         """Yield the requests that have left their last stage, and those that failed.
 
         The caller finishes each failed one before it takes the next.
         """
         for stage in self._stages:
-            for ready in stage.take_ready():
+            for ready in stage.pop_ready():
                 if ready.finish is not None or self._leave(ready.request, stage):
                     yield ready
 
     def give_up(self, request: Request) -> bool:
         """End the waits of a request that finishes; return whether a stage has freed its blocks, or quarantined them."""
+        # Not within any(): every stage has to give up, even if the first one has freed the blocks.
         returned = [stage.give_up(request) for stage in self._pending.pop(request.key, ())]
         return any(returned)
 
@@ -123,7 +199,7 @@ class Waits:
     def _leave(self, request: Request, stage: WaitStage) -> bool:
         """Remove a request from a stage; return whether that was its last one."""
         stages = self._pending[request.key]
-        is_first = stages[0] is stage
+        is_first = stages[0] is stage  # status and deadline are those of the first one that is left
         stages.remove(stage)
         if not stages:
             del self._pending[request.key]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from contract.addresses import join_address
 from contract.errors import PeerUnreachableError, TransferError
-from engine.connector import KVMemory, LandsDirectly
+from engine.connector import DevicePool, KVMemory
 from kv_transfer.links.framing import parse_address
 from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError
@@ -29,8 +29,8 @@ SENDER = 0
 RECEIVER = 1
 _TAG = 0
 _POLL_SECONDS = 0.2e-3
+# Torch's stubs lack the classes for a group without a default group.
 _distributed: Any = dist
-"""Torch's stubs lack the classes for a group without a default group."""
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,10 @@ class GroupPool:
         self.backend = "gloo"
         self.device = ""
         self.place = torch.device("cpu")
-        if isinstance(memory, LandsDirectly) and memory.pool.device.type == "cuda":
+        on_device = memory.device_pool
+        if on_device is not None and on_device.pool.device.type == "cuda":
             self.backend = "nccl"
-            self.place = memory.pool.device
+            self.place = on_device.pool.device
             self.device = str(torch.cuda.get_device_properties(self.place).uuid)
 
     def gather(self, block_ids: BlockIds, part: BlockPart | None = None) -> torch.Tensor:
@@ -224,10 +225,10 @@ class GroupPool:
         Raises TransferError.
         """
         memory = self._memory
-        if isinstance(memory, LandsDirectly):
-            rows = _rows_of(memory, part)
+        if (on_device := memory.device_pool) is not None:
+            rows = _rows_of(on_device, part)
             taken: list[torch.Tensor] = []
-            memory.launch(lambda: taken.append(rows[_ids_for(rows, block_ids)])).synchronize()
+            on_device.launch(lambda: taken.append(rows[_ids_for(rows, block_ids)])).synchronize()
             return taken[0].view(torch.uint8).flatten()
         content = bytearray().join(read_views(memory, block_ids, part))
         return torch.frombuffer(content, dtype=torch.uint8)
@@ -255,7 +256,7 @@ def _ids_for(rows: torch.Tensor, block_ids: BlockIds) -> torch.Tensor:
     return torch.tensor(block_ids, device=rows.device)
 
 
-def _rows_of(memory: LandsDirectly, part: BlockPart | None) -> torch.Tensor:
+def _rows_of(memory: DevicePool, part: BlockPart | None) -> torch.Tensor:
     """Return the blocks of a pool on a device, or the part of each, as rows of its numbers."""
     rows: torch.Tensor = memory.pool.view(memory.num_blocks, -1)
     start, end = block_span(memory.layout.block_bytes, part)

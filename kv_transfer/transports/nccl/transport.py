@@ -94,6 +94,7 @@ class NcclSender(LendingSender):
         """Send one piece under a valid lease, and the second reply after its last byte."""
         try:
             content = pool.gather(self.leases.block_ids(request), request.part)
+            # No reader holds the lease: it may have ended, and its blocks been used again, while they were gathered.
             self.leases.check(request.name)
             write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
             group.send(content)

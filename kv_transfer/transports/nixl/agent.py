@@ -48,7 +48,21 @@ def load(host: str, modules: Sequence[str] = _MODULES) -> NixlLibrary:
     if module is None:
         raise SettingError(_MISSING, param="transport")
     prepare_ucx(host)
-    api = _import(module)
+    raises = logging.raiseExceptions
+    try:
+        api: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise SettingError(
+            f"the NIXL library cannot be loaded: {error}; repair it, or choose auto, shm or tcp",
+            param="transport",
+        ) from error
+    finally:
+        # Its changes to logging are undone: a handler on standard output, and silence about broken handlers.
+        logging.raiseExceptions = raises
+        nixl_logger = logging.getLogger("nixl")
+        nixl_logger.handlers.clear()
+        nixl_logger.propagate = True
+        nixl_logger.setLevel(logging.WARNING)
     bindings = api.nixlBind
     names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
     errors = tuple(getattr(bindings, name) for name in names)
@@ -59,28 +73,10 @@ def _installed(modules: Sequence[str]) -> str | None:
     return next((each for each in modules if importlib.util.find_spec(each.partition(".")[0])), None)
 
 
-def _import(module: str) -> Any:
-    """Import it, and undo its changes to logging: a handler on standard output, and silence about broken handlers."""
-    raises = logging.raiseExceptions
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise SettingError(
-            f"the NIXL library cannot be loaded: {error}; repair it, or choose auto, shm or tcp",
-            param="transport",
-        ) from error
-    finally:
-        logging.raiseExceptions = raises
-        nixl_logger = logging.getLogger("nixl")
-        nixl_logger.handlers.clear()
-        nixl_logger.propagate = True
-        nixl_logger.setLevel(logging.WARNING)
-
-
 _END_OF_MEMORY = 2**63
 Ids = npt.NDArray[np.int32]
+# The library counts blocks by 32 bits.
 ID_TYPE = np.dtype(np.int32)
-"""The library counts blocks by 32 bits."""
 _MAX_BLOCKS = 2**31 - 1
 
 

@@ -5,13 +5,15 @@ blocks stay in quarantine, and nothing else waits.
 
 Some lanes of the library need the peer's thread as well (UCX over TCP), others do not (a copy by the kernel, RDMA). A read
 while the peer rests finds out once which kind this is. A wrong guess costs LATE_SECONDS: the peer is asked for help as soon
-as a read is late.
+as a read is late. The library may also read by TCP without a word: reads that another transport would make faster are
+logged (``SlowReads``).
 """
 
 import logging
 import select
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,24 +21,15 @@ import numpy as np
 
 from contract.errors import PeerUnreachableError, TransferError
 from contract.layout import KVLayout
-from engine.connector import LandsDirectly
 from kv_transfer.links.framing import read_frame, write_frame
-from kv_transfer.protocol.reads import (
-    BlockPart,
-    PeerSilentError,
-    Read,
-    ReadRequest,
-    Source,
-    num_probe_blocks,
-)
+from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source, num_probe_blocks
 from kv_transfer.transports.block_views import LandingViews, block_outside, block_span, check_sizes
 from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver, rate_of
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shut_down
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
 from kv_transfer.transports.nixl.agent import ID_TYPE, Ids, Region
-from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.reads import NixlRead, ReadStep, SlotsStep
+from kv_transfer.transports.nixl.nixl_thread import NixlRead, NixlThread, ReadStep, SlotsStep
 from kv_transfer.transports.nixl.remote_pool import MAX_SLOTS_AT_ONCE, DescribedRegion, RemotePool
 from kv_transfer.transports.nixl.sender import (
     MAX_NIXL_FRAME_BYTES,
@@ -48,17 +41,60 @@ from kv_transfer.transports.nixl.sender import (
     gpu_of,
     region_of,
 )
+from kv_transfer.transports.transport import ReceiverTraits
 
 logger = logging.getLogger(__name__)
+# A read that is open for longer may need its sender's help, which is requested then and for later reads.
 LATE_SECONDS = 0.02
-"""A read that is open for longer may need its sender's help, which is requested then and for later reads."""
+# Reads are posted in parts: the CPU may be what moves the bytes, and a stop takes effect between two of them.
 _MAX_POST_BYTES = 64 * 2**20
-"""Reads are posted in parts: the CPU may be what moves the bytes, and a stop takes effect between two of them."""
+# A device moves as many bytes in a few milliseconds.
 _MAX_DEVICE_POST_BYTES = 256 * 2**20
-"""A device moves as many bytes in a few milliseconds."""
 _NONCE_SLOT = (0,)
 _FIRST_BLOCK = np.zeros(1, ID_TYPE)
 Steps = Sequence[ReadStep | SlotsStep]
+
+# TCP does not read faster between GPUs; CUDA IPC, and RDMA by a card of 25 Gbit/s or more, do.
+SLOW_BYTES_PER_SECOND = 3e9
+# Smaller reads are not measured: their beginning takes as long as their bytes.
+_MEASURED_BYTES = 8 * 2**20
+# The fastest of so many reads counts: one alone may have waited for others.
+_NUM_MEASURED = 4
+
+
+class SlowReads:
+    """Warns once of a peer whose reads are so slow that the library must have found no fast lane. Thread-safe."""
+
+    def __init__(self, slow_bytes_per_second: float = SLOW_BYTES_PER_SECOND) -> None:
+        self._slow = slow_bytes_per_second
+        self._lock = threading.Lock()
+        self._rates: dict[str, list[float]] = {}
+        self._has_warned = False
+
+    def note(self, who: str, num_bytes: int, seconds: float) -> None:
+        """Count a read of this peer; the fourth large one of a peer decides about it."""
+        if num_bytes < _MEASURED_BYTES:
+            return
+        with self._lock:
+            rates = self._rates.setdefault(who, [])
+            if len(rates) == _NUM_MEASURED or self._has_warned:
+                return
+            rates.append(num_bytes / max(seconds, 1e-9))
+            if len(rates) < _NUM_MEASURED or max(rates) >= self._slow:
+                return
+            self._has_warned = True
+        logger.warning(
+            "%s is read over nixl at %.3f GB/s only: its library found neither CUDA IPC nor GPUDirect RDMA "
+            "between the two. For GPUs of two machines load nvidia-peermem (or a kernel and driver with DMA-BUF) on "
+            "both, check UCX_TLS and UCX_NET_DEVICES, or set transport to auto, which takes the fastest",
+            who,
+            max(rates) / 1e9,
+        )
+
+    def forget(self, who: str) -> None:
+        """Drop what is known of a peer."""
+        with self._lock:
+            self._rates.pop(who, None)
 
 
 class _Lane:
@@ -147,10 +183,13 @@ class _Lane:
 
 
 class _Peer(DataPortConnection):
-    """The connection to a sender's data port, and the lane to its pool once connected."""
+    """The connection to a sender's data port, and the lane to its pool once connected. slow_reads: None for no warning."""
 
-    def __init__(self, source: Source, nixl_thread: NixlThread, timeout_seconds: float) -> None:
+    def __init__(
+        self, source: Source, nixl_thread: NixlThread, timeout_seconds: float, slow_reads: SlowReads | None
+    ) -> None:
         super().__init__(source, timeout_seconds)
+        self._slow_reads = slow_reads
         self._nixl_thread = nixl_thread
         self._lane: _Lane | None = None
         self._gpu = ""
@@ -170,6 +209,8 @@ class _Peer(DataPortConnection):
     def close(self) -> None:
         """Close the connection, and forget the pool as soon as nothing is posted to it."""
         super().close()
+        if self._slow_reads:
+            self._slow_reads.forget(self._who)
         if self._lane is not None:
             pool = self._lane.pool
             self._nixl_thread.tell(lambda driver: driver.disconnect(pool))
@@ -206,7 +247,16 @@ class _Peer(DataPortConnection):
         """Read the null block into an area of this worker's device, or host memory where a read of blocks goes there."""
         lane = self.connect(read)
         pool = lane.pool
-        into = self._probe_blocks(pool)
+        memory = self._nixl_thread.memory
+        on_device = None if memory is None else memory.device_pool
+        if on_device is not None and region_of(on_device).is_device == pool.region.is_device:
+            size = pool.region.block_bytes
+            # The size of a block is a multiple of four bytes in every layout.
+            layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=size // 4, block_size=1, dtype="float16")
+            area = on_device.landing_area(layout, num_probe_blocks(size))
+            region = region_of(area)
+            self._nixl_thread.ask(lambda driver: driver.land_in(pool, region, area))
+        into = pool.landing or pool.bounce_blocks
         into_ids = np.arange(into.region.num_blocks, dtype=ID_TYPE)
         step = ReadStep(into, into_ids, np.zeros_like(into_ids))
         lane.prepare(read)
@@ -228,6 +278,7 @@ class _Peer(DataPortConnection):
         self._check_link()
         lane.prepare(read)
         slots, generations = zip(*leases, strict=True)
+        began = time.monotonic()
         try:
             self._move(lane, block_ids, views, request.part, SlotsStep(slots), read)
         except TransferError as error:  # the library checks each id
@@ -236,18 +287,11 @@ class _Peer(DataPortConnection):
                 raise
             message = f"{self._who} granted block {outside} of a pool of {pool.region.num_blocks}"
             raise TransferError(message) from error
+        if self._slow_reads:
+            self._slow_reads.note(self._who, len(views) * (end - start), time.monotonic() - began)
         lane.end_help()
         if pool.found.numbers(len(slots)) != list(generations):
             raise lease_ended(request, self._who, f"while {len(views)} blocks")
-
-    def _probe_blocks(self, pool: RemotePool) -> DescribedRegion:
-        memory = self._nixl_thread.memory
-        if isinstance(memory, LandsDirectly) and region_of(memory).is_device == pool.region.is_device:
-            size = pool.region.block_bytes
-            area = memory.landing_area(plain_layout(size), num_probe_blocks(size))
-            region = region_of(area)
-            self._nixl_thread.ask(lambda driver: driver.land_in(pool, region, area))
-        return pool.landing or pool.bounce_blocks
 
     def _move(
         self,
@@ -324,20 +368,20 @@ class _Peer(DataPortConnection):
         read.check()
 
 
-def plain_layout(block_bytes: int) -> KVLayout:
-    """Return a layout with blocks of this size, which is a multiple of four bytes in every layout."""
-    return KVLayout(num_layers=1, num_kv_heads=1, head_dim=block_bytes // 4, block_size=1, dtype="float16")
-
-
 class NixlReceiver(PeerReceiver):
-    """Owns the connections to peers, and with them the agent."""
+    """Owns the connections to peers, and with them the agent. slow_reads: None for no warning."""
 
-    def __init__(self, nixl_thread: NixlThread, timeout_seconds: float) -> None:
-        super().__init__(partial(_Peer, nixl_thread=nixl_thread, timeout_seconds=timeout_seconds))
+    def __init__(
+        self, nixl_thread: NixlThread, timeout_seconds: float, slow_reads: SlowReads | None = None
+    ) -> None:
+        super().__init__(
+            partial(_Peer, nixl_thread=nixl_thread, timeout_seconds=timeout_seconds, slow_reads=slow_reads)
+        )
         self._nixl_thread = nixl_thread
+        self.traits = ReceiverTraits(is_on_our_device=self.is_on_our_device)
 
     def is_on_our_device(self, source: Source) -> bool:
-        """See ReadsDevice."""
+        """See ReceiverTraits."""
         connection = self._unused(source)
         return isinstance(connection, _Peer) and connection.is_on_our_device
 

@@ -15,8 +15,8 @@ from kv_transfer.transports.nixl.agent import ID_TYPE, SELF, NixlAgent, Region
 _BOUNCE_BYTES = 4 * 2**20
 _MAX_LOOKS = 64
 _MAX_PARTS = 256
+# Slots of the table that one read may look at; a read is nearly always under one lease.
 MAX_SLOTS_AT_ONCE = 16
-"""Slots of the table that one read may look at; a read is nearly always under one lease."""
 
 
 class DescribedRegion:

@@ -21,7 +21,7 @@ import msgspec
 
 from contract.decoding import Count, Unsigned
 from contract.errors import KvbatonError, TransferError
-from engine.connector import KVMemory, LandsDirectly
+from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.transports.block_views import address_of
 from kv_transfer.transports.data_handshake import DataStatus
@@ -34,8 +34,8 @@ from kv_transfer.transports.transport import AUTO, TransportContext
 
 logger = logging.getLogger(__name__)
 MAX_NIXL_FRAME_BYTES = 262144
+# After the end of its connection a peer is helped for so long: a read may be open, and it cannot ask for help any more.
 _HELP_ON_SECONDS = 60.0
-"""After the end of its connection a peer is helped for so long: a read may be open, and it cannot ask for help any more."""
 
 
 class NixlPoolInfo(msgspec.Struct, frozen=True):
@@ -139,46 +139,42 @@ class NixlSender(Sender):
         self._undo.close()
 
     def _serve(self, connection: Connection) -> None:
-        """Send the pool's description, and help the reader as it asks."""
+        """Send the pool's description, and help the reader as it asks until the connection ends."""
         with connection.receiving_on():
             try:
                 write_frame(connection.sock, self.pool_info, MAX_NIXL_FRAME_BYTES)
-                if self.pool_info.status is DataStatus.OK:
-                    self._help(connection)
+                wanted = Help.BEGIN
+                while self.pool_info.status is DataStatus.OK:
+                    if wanted is Help.BEGIN:
+                        self.nixl_thread.tell(lambda driver: driver.serve(connection))
+                    else:
+                        self.nixl_thread.ask(lambda driver: driver.rest(connection))
+                    if wanted is Help.PAUSE:
+                        write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
+                    wanted = read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help
             finally:
                 self.nixl_thread.tell(lambda driver: driver.serve_lost(connection, _HELP_ON_SECONDS))
-
-    def _help(self, connection: Connection) -> None:
-        """Help until the connection ends."""
-        wanted = Help.BEGIN
-        while True:
-            if wanted is Help.BEGIN:
-                self.nixl_thread.tell(lambda driver: driver.serve(connection))
-            else:
-                self.nixl_thread.ask(lambda driver: driver.rest(connection))
-            if wanted is Help.PAUSE:
-                write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
-            wanted = read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help
 
 
 def gpu_of(memory: KVMemory) -> str:
     """Return the UUID of the GPU that a pool is on; empty if it is on none."""
-    if not isinstance(memory, LandsDirectly) or memory.pool.device.type != "cuda":
+    on_device = memory.device_pool
+    if on_device is None or on_device.pool.device.type != "cuda":
         return ""
     import torch
 
-    return str(getattr(torch.cuda.get_device_properties(memory.pool.device), "uuid", ""))
+    return str(getattr(torch.cuda.get_device_properties(on_device.pool.device), "uuid", ""))
 
 
 def region_of(memory: KVMemory) -> Region:
     """Return the pool's region. Raises TransferError if its blocks do not lie side by side, or peers cannot read it."""
     size = memory.layout.block_bytes
     count = memory.num_blocks
-    if isinstance(memory, LandsDirectly):
-        device = memory.pool.device
+    if (on_device := memory.device_pool) is not None:
+        device = on_device.pool.device
         if device.type == "cuda":
             require_whole_allocations()
-        return Region(memory.address, size, count, device.type == "cuda", device.index or 0)
+        return Region(on_device.address, size, count, device.type == "cuda", device.index or 0)
     first, last = (address_of(memory.write_view(number)) for number in (0, count - 1))
     if last != first + (count - 1) * size:
         raise TransferError("the KV pool is not in one piece of memory")

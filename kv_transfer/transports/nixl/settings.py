@@ -13,13 +13,13 @@ from contract.errors import TransferError
 logger = logging.getLogger(__name__)
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# The second one is that of WSL2, which has no driver of its own in the kernel.
 _NVIDIA_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
-"""The second one is that of WSL2, which has no driver of its own in the kernel."""
 
 
 _ANY_LANES = frozenset({"all", "tcp"})
+# Names of UCX's lanes that need an RDMA card begin so.
 _RDMA_LANES = ("ib", "rc", "ud", "dc")
-"""Names of UCX's lanes that need an RDMA card begin so."""
 
 
 def has_rdma_device(folder: Path = _RDMA_DEVICES) -> bool:

@@ -24,6 +24,7 @@ from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus, prove_session
 from kv_transfer.transports.leases import TABLE_BYTES, granted_blocks, lease_ended
 from kv_transfer.transports.shm.sender import ID_TYPE, NUM_DESCRIPTORS, ShmPoolInfo
+from kv_transfer.transports.transport import ReceiverTraits
 
 # Between flat pools a loop in C of ours (``kv_transfer.native``) copies many blocks, without Python's lock. Where that
 # cannot be compiled, and for other memory, Python copies block by block.
@@ -133,19 +134,14 @@ class _MappedPool:
 
 
 class _Peer(PeerConnection):
-    """The connection to a sender, which ends with the session, and its mapped pool once connected."""
+    """The connection to a sender, which ends with the session, and its mapped ``pool`` once connected."""
 
     def __init__(self, source: Source, timeout_seconds: float, copying: Copying) -> None:
         super().__init__(source, socket.AF_UNIX, timeout_seconds)
         self._copying = copying
-        self._pool: _MappedPool | None = None
+        self.pool: _MappedPool | None = None
         self._end = select.poll()
         self._undo = ExitStack()
-
-    @property
-    def is_mapped(self) -> bool:
-        """True while the pool is mapped."""
-        return self._pool is not None
 
     def close(self) -> None:
         """Unmap and close everything."""
@@ -154,17 +150,22 @@ class _Peer(PeerConnection):
 
     def connect(self, read: Read) -> _MappedPool:
         """Return the mapped pool. At the first call, prove the session and map what the sender sends."""
-        if self._pool is None:
+        if self.pool is None:
             with read.interruptible(self.interrupt):
-                self._pool = self._mapped()
-        return self._pool
+                self.pool = self._map_pool()
+        return self.pool
 
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Copy piece by piece; compare the generation before the first and after each. A stop ends it after a piece."""
         pool = self.connect(read)
         blocks, leases = pool.granted(request, self._source.transport)
         check_sizes(views, blocks.view_bytes, self._who)
-        self._check_alive()
+        # Once per read: a sender that dies later has not changed what it lent, and its link reports it.
+        self._check_link()
+        if ended := self._end.poll(0):
+            if any(descriptor != self._sock.fileno() for descriptor, _ in ended):
+                raise WorkerLostError(f"{self._who} died")
+            raise PeerUnreachableError(f"{self._who} closed its shm socket")
         if pool.has_ended(leases):
             raise lease_ended(request, self._who, "before its blocks")
         copy = self._copying(blocks, views, read)
@@ -178,7 +179,7 @@ class _Peer(PeerConnection):
                 raise lease_ended(request, self._who, f"while blocks {start}..{end - 1} of {count}")
             read.landed(end)
 
-    def _mapped(self) -> _MappedPool:
+    def _map_pool(self) -> _MappedPool:
         try:
             self._sock.connect(self._source.address)
         except (FileNotFoundError, ConnectionRefusedError) as error:
@@ -194,19 +195,12 @@ class _Peer(PeerConnection):
                 raise TransferError(f"{self._who} sent {len(descriptors)} descriptors, not {NUM_DESCRIPTORS}")
             pool_file, table_file, pidfd = descriptors
             pool = _MappedPool(self._who, info, pool_file, table_file, self._undo)
+            # The received descriptors are closed at the end of this block.
             kept_pidfd = os.dup(pidfd)
             self._undo.callback(os.close, kept_pidfd)
         self._end.register(kept_pidfd, select.POLLIN)
         self._end.register(self._sock, select.POLLIN)  # no more is sent there: it can only be closed
         return pool
-
-    def _check_alive(self) -> None:
-        """Check once per read: a sender that dies later has not changed what it lent, and its link reports it."""
-        self._check_link()
-        if ended := self._end.poll(0):
-            if any(descriptor != self._sock.fileno() for descriptor, _ in ended):
-                raise WorkerLostError(f"{self._who} died")
-            raise PeerUnreachableError(f"{self._who} closed its shm socket")
 
 
 class ShmReceiver(PeerReceiver):
@@ -215,11 +209,12 @@ class ShmReceiver(PeerReceiver):
     def __init__(self, timeout_seconds: float) -> None:
         copying = partial(copy_pieces, load_copy_blocks(), last_cache_bytes())
         super().__init__(partial(_Peer, timeout_seconds=timeout_seconds, copying=copying), kind="shm socket")
+        self.traits = ReceiverTraits(is_at_hand=self.is_at_hand)
 
     def is_at_hand(self, source: Source) -> bool:
-        """See ReadsMemory: the source's pool is mapped."""
+        """See ReceiverTraits: the source's pool is mapped."""
         connection = self._unused(source)
-        return isinstance(connection, _Peer) and connection.is_mapped
+        return isinstance(connection, _Peer) and connection.pool is not None
 
 
 @contextmanager

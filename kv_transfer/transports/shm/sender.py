@@ -31,8 +31,8 @@ from kv_transfer.transports.leases import GenerationTable, Sender, reopen_read_o
 from kv_transfer.transports.transport import TransportContext
 
 NUM_DESCRIPTORS = 3
+# The copy takes 64-bit block ids as they are.
 ID_TYPE = np.dtype(np.int64)
-"""The copy takes 64-bit block ids as they are."""
 
 
 class ShmPoolInfo(msgspec.Struct, frozen=True):
@@ -140,7 +140,13 @@ def socket_path(folder: Path | None, boot_id: str) -> Path:
     path = Path(tempfile.gettempdir() if folder is None else folder).absolute()
     try:
         if folder is None:
-            _sweep_fresh_folders(path)
+            for left in path.glob(f"{_FRESH}*"):
+                with suppress(OSError):
+                    info = left.lstat()
+                    is_ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
+                    # A folder without a socket is being made, and stays.
+                    if is_ours and _sweep(left):
+                        remove_fresh_folder(left)
             path = Path(tempfile.mkdtemp(prefix=_FRESH, dir=path))
         else:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -160,15 +166,6 @@ def remove_fresh_folder(path: Path) -> None:
     """Remove the folder that ``socket_path(None, ...)`` has made, after its socket."""
     with suppress(OSError):
         path.rmdir()
-
-
-def _sweep_fresh_folders(base: Path) -> None:
-    """Remove this user's folders whose workers are dead. A folder without a socket is being made, and stays."""
-    for folder in base.glob(f"{_FRESH}*"):
-        with suppress(OSError):
-            info = folder.lstat()
-            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and _sweep(folder):
-                remove_fresh_folder(folder)
 
 
 def _check_folder(path: Path) -> None:
@@ -210,6 +207,7 @@ def listen_at(path: Path) -> socket.socket:
         listener.bind(str(unready))
         unready.chmod(0o600)
         listener.listen(128)
+        # A socket at its final path has a listener: those without are removed by other workers.
         unready.rename(path)
     except BaseException:
         listener.close()

@@ -20,8 +20,8 @@ from engine.connector import HostParts
 from kv_transfer.links.framing import ShortReadError, receive_all, send_all
 from kv_transfer.transports.block_views import BlockViews, ReadingViews, view_bytes_of
 
+# Linux's IOV_MAX.
 _MAX_VECTORS = 1024
-"""Linux's IOV_MAX."""
 _Vectors = npt.NDArray[np.uint64]
 """[count, 2]: (address, bytes), which is the system's ``struct iovec`` where addresses have 64 bits."""
 
@@ -139,19 +139,14 @@ def _move(function: Any, sock: socket.socket, vectors: _Vectors, num_bytes: int,
     """Move all bytes of these vectors, which change if a call ends early. Raises ShortReadError, OSError."""
     left = num_bytes
     while left:
-        count = _call(function, sock, vectors, flags)
+        address = vectors.__array_interface__["data"][0]
+        header = _Header(vectors=address, num_vectors=min(len(vectors), _MAX_VECTORS))
+        # ctypes releases Python's lock, and a call that a signal has ended is made again.
+        while (count := int(function(sock.fileno(), ctypes.addressof(header), flags))) < 0:
+            if (code := ctypes.get_errno()) != errno.EINTR:
+                raise OSError(code, os.strerror(code))
         if count == 0:
             raise ShortReadError(num_bytes - left, num_bytes)
         left -= count
         if left:
             vectors = vectors_after(vectors, count)
-
-
-def _call(function: Any, sock: socket.socket, vectors: _Vectors, flags: int) -> int:
-    """Call without Python's lock, and again after a signal."""
-    address = vectors.__array_interface__["data"][0]
-    header = _Header(vectors=address, num_vectors=min(len(vectors), _MAX_VECTORS))
-    while (count := int(function(sock.fileno(), ctypes.addressof(header), flags))) < 0:
-        if (code := ctypes.get_errno()) != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-    return count

@@ -9,18 +9,24 @@ An answer is a DataReply without a message, in a frame of ALIGNMENT bytes. So a 
 one call, and blocks lie in the stream as in memory: the kernel copies them a tenth faster than at odd offsets
 (x86-64).
 
-A receiver may send further requests before the first one is answered (``asking.py``). They are answered in order.
+Requests may be sent ahead of their reads. A group of short reads takes longer by the turns of the two ends than by its
+bytes: each request waits until threads of both workers, and the network between them, have had their turn. The sender
+answers the requests of a connection in order, so the receiver sends those that it will read next together with the first
+one. On an idle connection they are sent before the thread that reads has been woken. Their blocks lie in the sockets'
+buffers until the read that has the memory for them receives them. If that read does not come, or another one comes before
+it, the connection is replaced.
 """
 
 import mmap
 import select
 import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from contract.errors import PeerUnreachableError, TransferError
+from contract.errors import InternalError, PeerUnreachableError, TransferError
 from engine.connector import KVMemory
-from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all
+from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, encode_frame, receive_all
 from kv_transfer.protocol.reads import (
     PROBE_LEASE,
     PeerSilentError,
@@ -30,12 +36,7 @@ from kv_transfer.protocol.reads import (
     StaleLeaseError,
     num_probe_blocks,
 )
-from kv_transfer.transports.connection_cache import (
-    DataPortConnection,
-    PeerConnection,
-    PeerReceiver,
-    rate_of,
-)
+from kv_transfer.transports.connection_cache import DataPortConnection, PeerConnection, PeerReceiver, rate_of
 from kv_transfer.transports.data_handshake import (
     ALIGNMENT,
     MAX_DATA_FRAME_BYTES,
@@ -45,13 +46,65 @@ from kv_transfer.transports.data_handshake import (
 )
 from kv_transfer.transports.data_port import Connection, DataPort, limit_waits, shut_down
 from kv_transfer.transports.leases import LeaseBook, LendingSender
-from kv_transfer.transports.tcp.asking import Asked
 from kv_transfer.transports.tcp.socket_blocks import SocketBlocks, socket_blocks
-from kv_transfer.transports.transport import TransportContext
+from kv_transfer.transports.transport import ReceiverTraits, TransportContext
 
 OK_FRAME = reply_frame(DataStatus.OK)
 STALE_FRAME = reply_frame(DataStatus.STALE)
 """The answers among blocks: ALIGNMENT bytes each."""
+# Of requests that the sender may not have read yet. It reads none while it sends blocks, so these must fit into the
+# buffers of the sockets: else both ends would wait for each other.
+MAX_ASKED_BYTES = 8192
+
+
+class Asked:
+    """The requests that were sent on a connection and whose blocks were not received yet, in order. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[ReadRequest, int]] = deque()
+        """Requests, and the bytes of their frames."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no other blocks are on their way."""
+        return not self._sent
+
+    def is_first(self, request: ReadRequest | None) -> bool:
+        """Return True if the blocks of this request are the next ones on the connection."""
+        return request is not None and bool(self._sent) and self._sent[0][0] == _as_sent(request)
+
+    def frames_for(self, request: ReadRequest, following: Sequence[ReadRequest]) -> bytes:
+        """Return what is to be sent before the blocks of ``request`` are received; ``following``: see ReceiverTraits.
+
+        Raises InternalError if other blocks come before them.
+        """
+        if not (self.is_empty or self.is_first(request)):
+            raise InternalError(f"blocks of another read come before those of {request.name}")
+        frames = self.add([request, *following])
+        self._sent.popleft()
+        return frames
+
+    def add(self, requests: Sequence[ReadRequest]) -> bytes:
+        """Return what is to be sent to ask for these requests, the source's next ones, as far as they were not sent.
+
+        Nothing if others were sent before them.
+        """
+        wanted = [_as_sent(each) for each in requests]
+        frames = bytearray()
+        if [sent for sent, _ in self._sent] == wanted[: len(self._sent)]:
+            for each in wanted[len(self._sent) :]:
+                frame = encode_frame(each, MAX_DATA_FRAME_BYTES)
+                num_bytes = sum(num_bytes for _, num_bytes in self._sent)
+                if num_bytes and num_bytes + len(frame) > MAX_ASKED_BYTES:
+                    break
+                self._sent.append((each, len(frame)))
+                frames += frame
+        return bytes(frames)
+
+
+def _as_sent(request: ReadRequest) -> ReadRequest:
+    """Return the request without the grants, which the sender does not need."""
+    return ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
 
 
 class TcpSender(LendingSender):
@@ -107,23 +160,23 @@ def requests_from(sock: socket.socket) -> Iterator[ReadRequest]:
     raise ShortReadError(0, 1)
 
 
+# A read that is followed reports its progress after so many bytes, which are still in a cache then.
 _REPORT_BYTES = 2**20
-"""A read that is followed reports its progress after so many bytes."""
 
 
 class _Connection(DataPortConnection):
     def __init__(self, source: Source, timeout_seconds: float) -> None:
         super().__init__(source, timeout_seconds)
         self._is_connected = False
-        self._asked = Asked()
+        self._requests = Asked()
         self._poll = select.poll()  # not select.select: it takes no descriptor above 1023
         self._poll.register(self._sock, select.POLLIN)
 
     def must_be_replaced(self, request: ReadRequest | None) -> bool:
         """Test if other blocks are on their way, or if the peer has closed it: an idle one becomes readable by its end."""
-        if self._asked.is_empty:
+        if self._requests.is_empty:
             return bool(self._poll.poll(0))
-        return not self._asked.is_first(request)
+        return not self._requests.is_first(request)
 
     def connect(self, read: Read) -> None:
         """Connect and prove the session, once. Raises PeerUnreachableError when it is refused."""
@@ -145,9 +198,9 @@ class _Connection(DataPortConnection):
 
     def ask(self, requests: Sequence[ReadRequest]) -> bool:
         """Send requests without waiting. Returns False if only a part of them could be sent: then nothing else may be."""
-        if not self._is_connected or (self._asked.is_empty and self._poll.poll(0)):
+        if not self._is_connected or (self._requests.is_empty and self._poll.poll(0)):
             return True
-        frames = self._asked.add(requests)
+        frames = self._requests.add(requests)
         try:
             return not frames or self._sock.send(frames, socket.MSG_DONTWAIT) == len(frames)
         except OSError:
@@ -167,7 +220,7 @@ class _Connection(DataPortConnection):
         try:
             with read.interruptible(self.interrupt):
                 self.connect(read)
-                if frames := self._asked.frames_for(request, following):
+                if frames := self._requests.frames_for(request, following):
                     self._sock.sendall(frames)
                 self._receive_all(request, views, read)
         except BlockingIOError as error:  # the kernel's word for a wait that was too long (``limit_waits``)
@@ -181,7 +234,12 @@ class _Connection(DataPortConnection):
             read.check()
             self._receive(piece, answers, blocks, start, read)
             answers = bytearray(2 * ALIGNMENT)  # the second one of this piece, and the first one of the next
-        self._receive_last_answer(piece)
+        answer = bytearray(ALIGNMENT)
+        try:
+            receive_all(self._sock, [memoryview(answer)], socket.MSG_WAITALL)
+        except ShortReadError as error:
+            raise PeerUnreachableError(f"short read after {_blocks(piece)}: {error.message}") from error
+        _expect_ok(answer, piece)
 
     def _receive(
         self, piece: ReadRequest, answers: bytearray, blocks: SocketBlocks, start: int, read: Read
@@ -209,14 +267,6 @@ class _Connection(DataPortConnection):
         except BlockingIOError as error:
             raise PeerSilentError(f"no byte for {self._timeout_seconds} s in {_blocks(piece)}") from error
 
-    def _receive_last_answer(self, piece: ReadRequest) -> None:
-        answer = bytearray(ALIGNMENT)
-        try:
-            receive_all(self._sock, [memoryview(answer)], socket.MSG_WAITALL)
-        except ShortReadError as error:
-            raise PeerUnreachableError(f"short read after {_blocks(piece)}: {error.message}") from error
-        _expect_ok(answer, piece)
-
 
 def _expect_ok(answers: bytearray, piece: ReadRequest) -> None:
     """Check the answers that are whole. Raises StaleLeaseError, or TransferError for a malformed one."""
@@ -235,10 +285,11 @@ class TcpReceiver(PeerReceiver):
 
     def __init__(self, timeout_seconds: float) -> None:
         super().__init__(partial(_Connection, timeout_seconds=timeout_seconds), keeps_stale=False)
+        self.traits = ReceiverTraits(fetch_first=self.fetch_first, ask=self.ask)
 
     def ask(self, source: Source, requests: Sequence[ReadRequest]) -> None:
-        """See AsksAhead."""
-        connection = self._take_unused(source)
+        """See ReceiverTraits."""
+        connection = self._reserve_unused(source)
         if isinstance(connection, _Connection):
             self._put_back(source, connection, is_good=connection.ask(requests))
 
@@ -250,7 +301,7 @@ class TcpReceiver(PeerReceiver):
         read: Read,
         following: Sequence[ReadRequest],
     ) -> None:
-        """See AsksAhead."""
+        """See ReceiverTraits."""
 
         def work(connection: PeerConnection) -> None:
             assert isinstance(connection, _Connection), "this receiver makes no others"

@@ -31,6 +31,7 @@ class Body:
 
     def get(self, name: str) -> Any:
         """Return the value as it is; None if the field is missing."""
+        # else a field could be read that strict_api rejects and /openapi.json hides
         if self._described and UNSERVED in self._described.get(name, _NOT_DESCRIBED):
             raise LookupError(f"{name} is read, but router/http/schema does not describe it")
         return self.fields.get(name)
@@ -39,6 +40,7 @@ class Body:
         """Return the values of those fields in ``readers`` that are not null, each as its reader returns it."""
         return {
             name: readers[name](self, name)
+            # over the body, which has few fields of the many that could be read
             for name, value in self.fields.items()
             if value is not None and name in readers
         }
@@ -46,6 +48,7 @@ class Body:
     def integer(self, name: str) -> int | None:
         """Return an integer."""
         value = self.get(name)
+        # not isinstance, by which ``true`` would be an integer
         if value is not None and type(value) is not int:
             raise _wrong(name, value, "an integer")
         return value
@@ -64,6 +67,7 @@ class Body:
             raise _wrong(name, value, "a number")
         try:
             return value if value is None else float(value)
+        # integers of JSON have any number of digits
         except OverflowError as error:
             raise _wrong(name, value, "a number of at most 64 bits") from error
 
@@ -118,6 +122,7 @@ Reader = Callable[[Body, str], Any]
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
+    # the value is the client's and may be of any size
     shown = _SHOWN.repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return InvalidRequestError(f"{name} is {shown}; it must be {wanted}", param=name)

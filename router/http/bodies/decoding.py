@@ -1,4 +1,7 @@
-"""Decoding of JSON from clients. Values are counted before, since many small ones cost far more than their bytes."""
+"""Decoding of JSON from clients, into a ``Body``.
+
+Values are counted before, since many small ones cost far more than their bytes.
+"""
 
 import json
 from typing import Any
@@ -6,7 +9,9 @@ from typing import Any
 import msgspec
 
 from contract.errors import InvalidRequestError, PayloadTooLargeError
+from router.http.bodies.body import Body, Json
 from router.intake.limits import Throttle
+from serving.settings_file import nearest
 
 MAX_DEPTH = 100
 """Deeper values cannot be rendered (in a message, by a chat template) within Python's recursion limit."""
@@ -16,6 +21,22 @@ LARGE_BYTES = 2**19
 """Larger bodies are decoded one at a time, and pause so that most of the event loop's time is left to others."""
 _SPAN_BYTES = 2**19
 _CHUNK_BYTES = 2**16
+
+
+async def decode_body(raw: bytes, max_values: int, schema: Json, *, is_strict: bool) -> Body:
+    """Return the JSON object in ``raw``, whose fields ``schema`` describes.
+
+    max_values: most values in it. is_strict: reject fields that are not described. Raises PayloadTooLargeError,
+    InvalidRequestError.
+    """
+    data = await decode(raw, max_values)
+    if not isinstance(data, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    body = Body(data, schema)
+    if is_strict:
+        _reject_unknown(data, schema)
+        body.is_strict = True
+    return body
 
 
 async def decode(raw: bytes, max_values: int) -> Any:
@@ -32,8 +53,10 @@ async def decode(raw: bytes, max_values: int) -> Any:
         data = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {_reason(raw, error)}") from error
+    # a bound on the depth that costs little; few bodies have to be walked through
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(data):
         raise InvalidRequestError(f"the body is nested deeper than {MAX_DEPTH} objects and lists")
+    # decoding itself cannot pause, so the time that it took is left to others afterwards
     if len(raw) > LARGE_BYTES:
         await rest.after_work()
     return data
@@ -73,6 +96,7 @@ async def _count(raw: bytes, max_values: int) -> None:
         piece = piece[:num_bare].replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = piece.split(b'"')
         outside = b"".join(parts[int(is_inside) :: 2])
+        # an odd number of quotes: the next piece begins on the other side of one
         is_inside ^= len(parts) % 2 == 0
         lists, commas = _at_most(outside)
         num_lists += lists
@@ -112,3 +136,21 @@ def _reason(raw: bytes, error: Exception) -> str:
     except (ValueError, RecursionError):
         pass
     return str(error)
+
+
+def _reject_unknown(fields: dict[str, Any], schema: Json, where: str = "") -> None:
+    """Raise InvalidRequestError that names the fields which ``schema`` does not describe, also in inner objects."""
+    known = schema.get("properties")
+    if known is None:
+        return
+    if unknown := [name for name in fields if name not in known]:
+        named = ", ".join(f"'{where}{name[:60]}'" for name in unknown[:5])
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise InvalidRequestError(
+            f"Unknown parameter: {named}{more}{nearest(unknown[0], known)}",
+            param=f"{where}{unknown[0][:60]}",
+            code="unknown_parameter",
+        )
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _reject_unknown(value, known[name], f"{where}{name}.")

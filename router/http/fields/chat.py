@@ -1,31 +1,24 @@
-"""The fields of a chat: messages, tools, and the variables of the chat template."""
+"""The fields of a chat: messages, tools, and the variables of the chat template, such as the reasoning effort."""
 
 import json
 from typing import Any
 
 from contract.errors import InvalidRequestError
-from contract.grammars import MAX_SCHEMA_BYTES, reduced
-from contract.json_schema import plain_schema
+from contract.json_schema import MAX_SCHEMA_BYTES, plain_schema, reduced
 from contract.sampling import Grammar
 from router.http.bodies.body import Body
 from router.http.fields.offered_tools import OfferedTools, offered_tools
-from router.http.fields.thinking import thinking_kwargs
-from text.chat import RESERVED, Chat, parse_messages
+from text.chat import RESERVED, Chat, drop_transport_lines, parse_messages
 from text.parsing.forced import forced_calls_schema
 from text.tools import Tool
-from text.transport_lines import drop_transport_lines
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITIES = ("low", "medium", "high")
 MAX_TOOLS = 4096
 """Most functions when ``tool_choice`` forces a call."""
 CHAT_FIELDS = (
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "reasoning_effort",
-    "verbosity",
+    *("tools", "tool_choice", "parallel_tool_calls", "documents", "add_generation_prompt"),
+    *("continue_final_message", "reasoning_effort", "verbosity"),
 )
 """Fields that chats support and text completions do not."""
 
@@ -37,18 +30,22 @@ def chat_of(body: Body, offered: OfferedTools | None = None) -> Chat:
     """
     offered = offered or offered_tools(body)
     continues = body.flag("continue_final_message")
+    # a message that is continued has its header already
     has_header = body.flag("add_generation_prompt", default=not continues)
     if continues and has_header:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt exclude each other",
             param="continue_final_message",
         )
+    documents = [] if body.get("documents") is None else body.get("documents")
+    if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
+        raise InvalidRequestError("documents must be a list of objects", param="documents")
     return Chat(
         messages=drop_transport_lines(parse_messages(body.get("messages"))),
         tools=offered.shown,
         tool_choice=offered.choice,
         parallel_tool_calls=body.flag("parallel_tool_calls", default=True),
-        documents=_documents(body.get("documents")),
+        documents=tuple(documents),
         template_kwargs=template_kwargs(
             body, effort=body.get("reasoning_effort"), verbosity=body.get("verbosity")
         ),
@@ -70,7 +67,21 @@ def forced_calls(chat: Chat, fields: dict[str, Any]) -> dict[str, Any]:
             param="tool_choice",
         )
     admits = chat.tool_choice.admits
-    _check_size([tool for tool in chat.tools if admits(tool["function"]["name"])])
+    # of the tools that may be called only: the others need not even have schemas that can be enforced
+    admitted = [tool["function"] for tool in chat.tools if admits(tool["function"]["name"])]
+    # their schemas would take too long to reduce, however small the result is
+    if len(admitted) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"tools has {len(admitted)} functions; if tool_choice forces a call the limit is {MAX_TOOLS}",
+            param="tools",
+        )
+    num_bytes = sum(len(json.dumps(function.get("parameters"))) for function in admitted)
+    if num_bytes > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(
+            f"the parameters of the tools have {num_bytes} bytes with their annotations; if tool_choice forces a call "
+            f"the limit is {MAX_SCHEMA_BYTES}",
+            param="tools",
+        )
     tools = [
         _with_plain_parameters(tool, index) if admits(tool["function"]["name"]) else tool
         for index, tool in enumerate(chat.tools)
@@ -79,22 +90,6 @@ def forced_calls(chat: Chat, fields: dict[str, Any]) -> dict[str, Any]:
     grammar = reduced(Grammar("json_schema", json.dumps(schema)))
     grammar.check()
     return {**fields, "grammar": grammar, "grammar_field": "tool_choice"}
-
-
-def _check_size(tools: list[Tool]) -> None:
-    """Raise InvalidRequestError for tools whose schemas would take too long to reduce, however small the result is."""
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequestError(
-            f"tools has {len(tools)} functions; if tool_choice forces a call the limit is {MAX_TOOLS}",
-            param="tools",
-        )
-    num_bytes = sum(len(json.dumps(tool["function"].get("parameters"))) for tool in tools)
-    if num_bytes > MAX_SCHEMA_BYTES:
-        raise InvalidRequestError(
-            f"the parameters of the tools have {num_bytes} bytes with their annotations; if tool_choice forces a call "
-            f"the limit is {MAX_SCHEMA_BYTES}",
-            param="tools",
-        )
 
 
 def _with_plain_parameters(tool: Tool, index: int) -> Tool:
@@ -113,14 +108,6 @@ def _with_plain_parameters(tool: Tool, index: int) -> Tool:
     return {**tool, "function": {**function, "parameters": json.loads(plain)}}
 
 
-def _documents(raw: Any) -> tuple[dict[str, Any], ...]:
-    if raw is None:
-        return ()
-    if not isinstance(raw, list) or not all(isinstance(document, dict) for document in raw):
-        raise InvalidRequestError("documents must be a list of objects", param="documents")
-    return tuple(raw)
-
-
 def template_kwargs(
     body: Body, *, effort: Any = None, verbosity: Any = None, prefix: tuple[str, str] = ("reasoning_", "")
 ) -> dict[str, Any]:
@@ -136,5 +123,22 @@ def template_kwargs(
             f"{', '.join(RESERVED)}",
             param=f"chat_template_kwargs.{taken}",
         )
-    thinking = thinking_kwargs(effort, f"{prefix[0]}effort", verbosity, f"{prefix[1]}verbosity")
+    check_choice(f"{prefix[0]}effort", effort, EFFORTS)
+    check_choice(f"{prefix[1]}verbosity", verbosity, VERBOSITIES)
+    thinking: dict[str, Any] = {}
+    if effort is not None:
+        # templates read the first one (gpt-oss), the second (Qwen 3) or the third (DeepSeek V3.1), or none of them
+        thinks = effort != "none"
+        thinking |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    if verbosity is not None:
+        thinking["verbosity"] = verbosity
+    # what the client has named itself wins
     return {**thinking, **found}
+
+
+def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """Raise InvalidRequestError that names the field, unless the value is null or one of ``known``."""
+    if value is not None and value not in known:
+        raise InvalidRequestError(
+            f"{name} is {str(value)[:40]!r}; choose one of {', '.join(known)}", param=name
+        )

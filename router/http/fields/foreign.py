@@ -1,4 +1,4 @@
-"""Request fields of other servers that this one does not serve, with their defaults, which ask for nothing.
+"""Request fields of other servers that this one does not serve, with their defaults, which are no-ops.
 
 Written on 2026-11-28 by ``python -m tools.generate_foreign_fields`` from the request classes of
 anthropic 2.13.0, llama.cpp 0177c342, openai 3.54.0, sglang 0.5.23, tgi 3.3.6, vllm 0.33.0.
@@ -9,14 +9,8 @@ from typing import Any
 PEER_FIELDS: dict[str, tuple[Any, ...]] = {
     "adapter_id": (),
     "adaptive_decay": (0.9,),
-    "adaptive_target": (
-        -1,
-        -1.0,
-    ),
-    "add_special_tokens": (
-        False,
-        True,
-    ),
+    "adaptive_target": (-1, -1.0),
+    "add_special_tokens": (False, True),
     "audio": (),
     "backend_sampling": (False,),
     "bad_words": ([],),
@@ -36,28 +30,13 @@ PEER_FIELDS: dict[str, tuple[Any, ...]] = {
     "details": (),
     "disagg_prefill_dp_rank": (),
     "do_sample": (False,),
-    "dry_allowed_length": (
-        2,
-        2.0,
-    ),
+    "dry_allowed_length": (2, 2.0),
     "dry_base": (1.75,),
-    "dry_multiplier": (
-        0,
-        0.0,
-    ),
-    "dry_penalty_last_n": (
-        -1,
-        -1.0,
-    ),
+    "dry_multiplier": (0, 0.0),
+    "dry_penalty_last_n": (-1, -1.0),
     "dry_sequence_breakers": (),
-    "dynatemp_exponent": (
-        1,
-        1.0,
-    ),
-    "dynatemp_range": (
-        0,
-        0.0,
-    ),
+    "dynatemp_exponent": (1, 1.0),
+    "dynatemp_range": (0, 0.0),
     "ebnf": (),
     "ec_transfer_params": (),
     "extra_key": (),
@@ -72,10 +51,7 @@ PEER_FIELDS: dict[str, tuple[Any, ...]] = {
     "input_ids": (),
     "json_schema": (),
     "kv_transfer_params": (),
-    "length_penalty": (
-        1,
-        1.0,
-    ),
+    "length_penalty": (1, 1.0),
     "logprob_token_ids": (),
     "lora": ([],),
     "lora_path": (),
@@ -83,51 +59,21 @@ PEER_FIELDS: dict[str, tuple[Any, ...]] = {
     "max_new_tokens": (),
     "media_io_kwargs": (),
     "min_dynamic_patch": (),
-    "min_keep": (
-        0,
-        0.0,
-    ),
-    "mirostat": (
-        0,
-        0.0,
-    ),
+    "min_keep": (0, 0.0),
+    "mirostat": (0, 0.0),
     "mirostat_eta": (0.1,),
-    "mirostat_tau": (
-        5,
-        5.0,
-    ),
+    "mirostat_tau": (5, 5.0),
     "mm_payload": ("tensors",),
     "mm_processor_kwargs": (),
     "modalities": (),
     "moderation": (),
-    "n_cache_reuse": (
-        0,
-        0.0,
-    ),
-    "n_cmpl": (
-        1,
-        1.0,
-    ),
-    "n_discard": (
-        0,
-        0.0,
-    ),
-    "n_indent": (
-        0,
-        0.0,
-    ),
-    "n_keep": (
-        0,
-        0.0,
-    ),
-    "n_predict": (
-        -1,
-        -1.0,
-    ),
-    "n_probs": (
-        0,
-        0.0,
-    ),
+    "n_cache_reuse": (0, 0.0),
+    "n_cmpl": (1, 1.0),
+    "n_discard": (0, 0.0),
+    "n_indent": (0, 0.0),
+    "n_keep": (0, 0.0),
+    "n_predict": (-1, -1.0),
+    "n_probs": (0, 0.0),
     "no_stop_trim": (False,),
     "parse_tool_calls": (True,),
     "post_sampling_probs": (False,),
@@ -137,21 +83,12 @@ PEER_FIELDS: dict[str, tuple[Any, ...]] = {
     "reasoning_budget_end_tags": (),
     "reasoning_budget_message": (),
     "reasoning_budget_start_tag": (),
-    "reasoning_budget_tokens": (
-        -1,
-        -1.0,
-    ),
+    "reasoning_budget_tokens": (-1, -1.0),
     "reasoning_control": (False,),
     "reasoning_format": ("auto",),
     "regex": (),
-    "repeat_last_n": (
-        64,
-        64.0,
-    ),
-    "repeat_penalty": (
-        1,
-        1.0,
-    ),
+    "repeat_last_n": (64, 64.0),
+    "repeat_penalty": (1, 1.0),
     "repetition_detection": (),
     "response_fields": ([],),
     "return_cached_tokens_details": (False,),
@@ -174,14 +111,8 @@ PEER_FIELDS: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (),
     "return_weight_versions": (False,),
     "routed_dp_rank": (),
-    "routed_experts_prompt_start": (
-        0,
-        0.0,
-    ),
-    "routed_experts_start_len": (
-        0,
-        0.0,
-    ),
+    "routed_experts_prompt_start": (0, 0.0),
+    "routed_experts_start_len": (0, 0.0),
     "samplers": (),
     "sampling_logprobs_mode": (),
     "separate_reasoning": (True,),
@@ -192,26 +123,17 @@ PEER_FIELDS: dict[str, tuple[Any, ...]] = {
     "stream_interval": (),
     "stream_reasoning": (True,),
     "suffix": (),
-    "t_max_predict_ms": (
-        -1,
-        -1.0,
-    ),
+    "t_max_predict_ms": (-1, -1.0),
     "task": (),
     "thinking_token_budget": (),
     "timings_per_token": (False,),
     "tool_prompt": (),
-    "top_n_sigma": (
-        -1,
-        -1.0,
-    ),
+    "top_n_sigma": (-1, -1.0),
     "top_n_tokens": (),
     "truncate": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
-    "typical_p": (
-        1,
-        1.0,
-    ),
+    "typical_p": (1, 1.0),
     "use_audio_in_video": (False,),
     "use_beam_search": (False,),
     "verbose": (False,),
@@ -220,9 +142,6 @@ PEER_FIELDS: dict[str, tuple[Any, ...]] = {
     "watermark": (False,),
     "watermarking": (),
     "web_search_options": (),
-    "xtc_probability": (
-        0,
-        0.0,
-    ),
+    "xtc_probability": (0, 0.0),
     "xtc_threshold": (0.1,),
 }

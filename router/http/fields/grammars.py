@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from contract.grammars import reduced
+from contract.json_schema import reduced
 from contract.sampling import Grammar
 from router.http.bodies.body import Body
 from text.parsing.forced import only_objects
@@ -18,6 +18,7 @@ def grammar_fields(body: Body, openai_field: str = "response_format") -> dict[st
     A schema is always enforced, whether it is ``strict`` or not. openai_field: OpenAI's field on this endpoint.
     """
     outer, _, inner = openai_field.partition(".")
+    # nearly every body: there is nothing to read or to check
     if body.fields.keys().isdisjoint((outer, *_EXTENSIONS)):
         return {}
     given = {openai_field: body.object(outer).get(inner) if inner else body.get(outer)}
@@ -41,16 +42,14 @@ def _read(name: str, value: Any) -> Grammar | None:
             grammar = reduced(grammar)
             grammar.check()
     except InvalidRequestError as error:
+        # of the same type, which decides the status and the code
         raise type(error)(f"{name}: {error.message}", param=name) from error
     return grammar
 
 
-def _response_format(value: Any) -> Grammar | None:
-    return _format(_object(value))
-
-
-def _format(body: Body) -> Grammar | None:
+def _format(value: Any) -> Grammar | None:
     """Read a format whose name and schema are next to the type or inside ``json_schema``."""
+    body = _object(value)
     kind = body.string("type")
     wrapper = body.object("json_schema")
     for named in (body, wrapper):
@@ -110,14 +109,6 @@ def _json_object(value: Any) -> Grammar | None:
     return Grammar("json_object") if Body({"json_object": value}).flag("json_object") else None
 
 
-def _choice(value: Any) -> Grammar:
-    return Grammar("choice", _written(value))
-
-
-def _regex(value: Any) -> Grammar:
-    return Grammar("regex", _text(value))
-
-
 def _ebnf(value: Any) -> Grammar:
     """Read a grammar: a text, or an object that names its syntax, as in OpenAI's custom tools."""
     if not isinstance(value, dict):
@@ -157,22 +148,22 @@ def _written(value: Any) -> str:
 _Reader = Callable[[Any], Grammar | None]
 _KINDS: dict[str, _Reader] = {
     "json": _schema,
-    "regex": _regex,
-    "choice": _choice,
+    "regex": lambda value: Grammar("regex", _text(value)),
+    "choice": lambda value: Grammar("choice", _written(value)),
     "grammar": _ebnf,
     "json_object": _json_object,
 }
 _EXTENSIONS: dict[str, _Reader] = {
     "structured_outputs": _structured_outputs,
     "guided_json": _schema,
-    "guided_regex": _regex,
-    "guided_choice": _choice,
+    "guided_regex": _KINDS["regex"],
+    "guided_choice": _KINDS["choice"],
     "guided_grammar": _ebnf,
 }
 _READERS = {
-    "response_format": _response_format,
-    "text.format": _response_format,
-    "output_config.format": _response_format,
-    "output_format": _response_format,
+    "response_format": _format,
+    "text.format": _format,
+    "output_config.format": _format,
+    "output_format": _format,
     **_EXTENSIONS,
 }

@@ -10,8 +10,7 @@ from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.bodies.body import Body, Json
-from text.parsing.text_argument import PARAMETERS
-from text.tools import Tool, ToolChoice, check_function_name, parse_tool, parse_tool_choice
+from text.tools import TEXT_PARAMETERS, Tool, ToolChoice, check_function_name, parse_tool, parse_tool_choice
 
 NO_TOOLS = ToolChoice("none")
 _MODES = ("auto", "required")
@@ -51,6 +50,7 @@ def offered_tools(body: Body, *, is_flat: bool = False) -> OfferedTools:
     tools: list[Tool] = []
     custom: set[str] = set()
     namespaces: dict[str, tuple[str, str]] = {}
+    # a set that keeps the order of the client
     left_out: dict[str, None] = {}
     for one in _flattened(raw or [], "tools"):
         if one.left_out is not None:
@@ -60,6 +60,7 @@ def offered_tools(body: Body, *, is_flat: bool = False) -> OfferedTools:
         name = tool["function"]["name"]
         if one.namespace is not None:
             flat = namespaced(one.namespace, name)
+            # both parts are names, but joined they may be too long for one
             check_function_name(flat, f"{one.where}.name")
             namespaces[flat] = (one.namespace, name)
             tool = {**tool, "function": {**tool["function"], "name": flat}}
@@ -122,21 +123,19 @@ def _as_function(tool: Json, where: str) -> Json:
     given = tool["custom"] if is_nested else tool
     if not isinstance(given, dict):
         raise InvalidRequestError(f"{where}.custom must be an object with a name", param=f"{where}.custom")
-    texts = [given.get("description"), _format_text(given.get("format"))]
+    texts = [given.get("description")]
+    form = given.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        # the grammar is inside the format, or its fields are those of the format itself
+        inner = form.get("grammar")
+        grammar = inner if isinstance(inner, dict) else form
+        syntax = str(grammar.get("syntax"))[:_MAX_KIND]
+        texts.append(f"The input follows this grammar ({syntax}):\n{grammar.get('definition')}")
     if not all(isinstance(text, str | None) for text in texts):
         raise InvalidRequestError(f"{where}.description must be a string", param=f"{where}.description")
     description = "\n\n".join(text for text in texts if text)
-    function = {"name": given.get("name"), "description": description, "parameters": PARAMETERS}
+    function = {"name": given.get("name"), "description": description, "parameters": TEXT_PARAMETERS}
     return {"type": "function", "function": function} if is_nested else {"type": "function", **function}
-
-
-def _format_text(raw: Any) -> str | None:
-    if not isinstance(raw, dict) or raw.get("type") != "grammar":
-        return None
-    inner = raw.get("grammar")
-    grammar = inner if isinstance(inner, dict) else raw
-    syntax = str(grammar.get("syntax"))[:_MAX_KIND]
-    return f"The input follows this grammar ({syntax}):\n{grammar.get('definition')}"
 
 
 def _with_choice(offered: OfferedTools, raw: Any, is_flat: bool) -> OfferedTools:
@@ -145,9 +144,11 @@ def _with_choice(offered: OfferedTools, raw: Any, is_flat: bool) -> OfferedTools
     if kind == "allowed_tools":
         return replace(offered, choice=_allowed_choice(raw, offered, is_flat))
     if kind == "custom":
-        raw = _custom_choice(raw, is_flat)
+        inner = {"name": raw.get("name")} if is_flat else {"function": raw.get("custom")}
+        raw = {"type": "function", **inner}
     elif kind == "function" and is_flat and isinstance(raw.get("namespace"), str):
         raw = {"type": "function", "name": namespaced(raw["namespace"], str(raw.get("name")))}
+    # an answer without the tool that the client insists on would be wrong, and not only poorer
     elif isinstance(kind, str) and kind in offered.left_out:
         raise UnsupportedFieldError(
             f"tool_choice names a tool of the type {kind[:_MAX_KIND]!r}, which cannot run here",
@@ -160,12 +161,6 @@ def _with_choice(offered: OfferedTools, raw: Any, is_flat: bool) -> OfferedTools
         )
     choice = parse_tool_choice(raw, tools, is_flat=is_flat)
     return replace(offered, choice=choice)
-
-
-def _custom_choice(raw: Json, is_flat: bool) -> Json:
-    if is_flat:
-        return {"type": "function", "name": raw.get("name")}
-    return {"type": "function", "function": raw.get("custom")}
 
 
 def _allowed_choice(raw: Json, offered: OfferedTools, is_flat: bool) -> ToolChoice:
@@ -198,12 +193,9 @@ def _names_of(tool: Any, where: str, offered: OfferedTools, is_flat: bool) -> se
     if kind == "namespace":
         found = {flat for flat, (namespace, _) in offered.namespaces.items() if namespace == name}
     elif kind in ("function", "custom"):
-        flat = namespaced(inner["namespace"], str(name)) if _has_namespace(inner) else name
+        has_namespace = isinstance(inner, dict) and isinstance(inner.get("namespace"), str)
+        flat = namespaced(inner["namespace"], str(name)) if has_namespace else name
         found = {one["function"]["name"] for one in offered.tools} & {str(flat)}
     if not found:
         raise InvalidRequestError(f"{where} is not one of the tools", param=where)
     return found
-
-
-def _has_namespace(raw: Any) -> bool:
-    return isinstance(raw, dict) and isinstance(raw.get("namespace"), str)

@@ -1,7 +1,7 @@
 """The fields that are rejected by name, and those that are accepted and ignored.
 
-A field that another server supports and this one does not is rejected unless its value asks for nothing: a client must not
-believe that it was honoured. When a field becomes supported, its entry here is deleted.
+A field that another server supports and this one does not is rejected unless the value is a no-op, so that no option
+is silently ignored. When a field becomes supported, its entry here is deleted.
 """
 
 from collections.abc import Container, Mapping
@@ -12,28 +12,10 @@ from router.http.bodies.body import Body, Reader
 from router.http.fields.foreign import PEER_FIELDS
 
 FOREIGN = (
-    "system",
-    "chat_template",
-    "instructions",
-    "text",
-    "json_schema",
-    "grammar",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "format",
-    "guided_json_object",
-    "guided_decoding",
-    "max_output_tokens",
-    "max_new_tokens",
-    "min_new_tokens",
-    "n_predict",
-    "num_predict",
-    "stop_sequences",
-    "repeat_penalty",
-    "no_repeat_ngram_size",
-    "logits_processors",
-    "allowed_tools",
+    *("system", "chat_template", "instructions", "text", "json_schema", "grammar", "regex", "ebnf"),
+    *("structural_tag", "format", "guided_json_object", "guided_decoding", "max_output_tokens"),
+    *("max_new_tokens", "min_new_tokens", "n_predict", "num_predict", "stop_sequences", "repeat_penalty"),
+    *("no_repeat_ngram_size", "logits_processors", "allowed_tools"),
 )
 """Fields of other APIs and servers that instruct the model or constrain its answer: ignoring them would drop that."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -43,23 +25,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
     "suffix": ("",),
-    "audio": (),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
-    "web_search_options": (),
     "guided_whitespace_pattern": (),
-    "bad_words": ([],),
-    "truncate_prompt_tokens": (),
+    "truncate_prompt_tokens": (),  # named here since embeddings describe it as well
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "documents": ([],),
-    "prompt_embeds": (),
     "lora_request": (),
-    "lora_path": (),
     "prompt_adapter_request": (),
     "mm_processor_kwargs": ({},),
     "spaces_between_special_tokens": (True, False),
@@ -72,7 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
     **dict.fromkeys(FOREIGN, ()),
 }
-"""Field → the values (besides null) that ask for nothing; hand-written entries go over the generated ones."""
+"""Field → the values (besides null) that are no-ops; hand-written entries go over the generated ones."""
 OPENAI_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_completion_tokens": (),
     "response_format": (),
@@ -128,11 +103,9 @@ def reject_unsupported(
 
 def reject_unless_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     """Raise UnsupportedFieldError that names the field, unless the value is null or one of ``neutral``."""
+    # by type as well: 1 equals true in Python
     if value is not None and not any(type(value) is type(idle) and value == idle for idle in neutral):
+        spelled = " or ".join(repr(idle) for idle in neutral[:2]) or "null"
         raise UnsupportedFieldError(
-            f"{name} is not served by this version; leave it out or send {_spelled(neutral)}", param=name
+            f"{name} is not served by this version; leave it out or send {spelled}", param=name
         )
-
-
-def _spelled(neutral: tuple[Any, ...]) -> str:
-    return "null" if not neutral else " or ".join(repr(idle) for idle in neutral[:2])

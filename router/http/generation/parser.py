@@ -7,16 +7,13 @@ from msgspec import structs
 from contract.errors import InvalidRequestError
 from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Body
-from router.http.exchange import Exchange, Origin
+from router.http.exchange import AnswerOptions, Exchange, Origin
 from router.http.fields.chat import CHAT_FIELDS, chat_of, forced_calls
 from router.http.fields.offered_tools import offered_tools
-from router.http.fields.prompts import prompts_of
-from router.http.fields.sampling import shared_fields
+from router.http.fields.sampling import is_streamed, prompts_of, shared_fields
 from router.http.fields.unsupported import STREAM_NEUTRAL, reject_unless_neutral, reject_unsupported
-from router.http.formatter import AnswerOptions
 from router.http.generation.chat_formatter import ChatFormatter
-from router.http.generation.completion_formatter import CompletionFormatter
-from router.http.generation.echo import prompt_view, without_answer
+from router.http.generation.completion_formatter import CompletionFormatter, PromptView, without_answer
 from router.http.schema.completion import MAX_LEGACY_LOGPROBS
 from router.http.schema.notation import INT31
 from router.intake.model_source import ModelSource
@@ -60,6 +57,7 @@ class GenerationParser:
         request = GenerationRequest(
             request_id=origin.request_id,
             prompt=first,
+            # no engine computes an answer without a token; the view hides it
             max_tokens=1 if hides_answer else body.integer_within("max_tokens", 1, INT31),
             default_max_tokens=COMPLETION_MAX_TOKENS,
             logprobs=body.integer_within("logprobs", 0, MAX_LEGACY_LOGPROBS),
@@ -69,22 +67,28 @@ class GenerationParser:
         )
         is_echoed = body.flag("echo")
         if is_echoed and request.prompt_logprobs is None:
+            # an echoed prompt is shown like the answer, with the same log probabilities
             request = structs.replace(request, prompt_logprobs=request.logprobs)
         requests = for_prompts(request, others)
         options = self._options(requests, body)
-        view = prompt_view(requests, options.num_chosen, is_shown=is_echoed, hides_answer=hides_answer)
+        view = PromptView(
+            [one.prompt if isinstance(one.prompt, str) else None for one in requests],
+            options.num_chosen,
+            is_shown=is_echoed,
+            hides_answer=hides_answer,
+            has_offsets=request.logprobs is not None,
+        )
         formatter = CompletionFormatter(options, self._models.card().tokenizer, view)
         return Exchange(requests=requests, options=options, formatter=formatter)
 
     def _options(self, requests: list[GenerationRequest], body: Body) -> AnswerOptions:
-        stream = body.flag("stream")
-        if body.get("stream_options") is not None and not stream:
-            raise InvalidRequestError("stream_options is allowed with stream only", param="stream_options")
+        stream = is_streamed(body)
         options = body.object("stream_options")
         for name, neutral in STREAM_NEUTRAL.items():
             reject_unless_neutral(f"stream_options.{name}", options.fields.get(name), neutral)
         first = requests[0]
         num_choices = len(requests) * first.num_choices
+        # all of them wait in the queue at once, so a request with more could never be admitted
         if num_choices > self._max_answers:
             raise InvalidRequestError(
                 f"the request asks for {num_choices} answers; the limit is {self._max_answers}", param="n"

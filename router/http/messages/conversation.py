@@ -1,18 +1,16 @@
 """The conversation of /v1/messages: content blocks become the messages of a chat template."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.bodies.body import Body, Json
 from router.intake.limits import MAX_MESSAGES
-from text.chat import Message
-from text.placeholders import document_text, readable
+from text.chat import Message, document_text, drop_transport_lines, readable
 from text.tools import check_call_name
-from text.transport_lines import drop_transport_lines
 
 ROLES = ("user", "assistant", "system")
-_CALL_PREFIX = "toolu_"
 _ERROR_PREFIX = "Error: "
 """Prefix of a tool's result with ``is_error``, which templates cannot express otherwise."""
 
@@ -42,12 +40,6 @@ def is_continued(messages: list[Message]) -> bool:
     return last["role"] == "assistant" and bool(last.get("content")) and "tool_calls" not in last
 
 
-def client_call_id(call_id: str) -> str:
-    """Return the id of a call in the form of this API; ids of another form are not changed."""
-    name, _, rest = call_id.partition("_")
-    return f"{_CALL_PREFIX}{rest}" if name == "call" and rest else call_id
-
-
 _Block = tuple[Json, str]
 """A block, and its path in the body."""
 
@@ -64,6 +56,7 @@ def _turns(raw: list[Any]) -> list[tuple[str, list[_Block]]]:
                 f"{where}.role is {str(role)[:40]!r}; choose one of {', '.join(ROLES)}", param=f"{where}.role"
             )
         blocks = _blocks(message.get("content"), f"{where}.content")
+        # an empty turn of the model is what a client sends back after an empty answer
         if not blocks and role != "assistant":
             raise InvalidRequestError(f"{where}.content is empty", param=f"{where}.content")
         if turns and turns[-1][0] == role:
@@ -78,27 +71,20 @@ def _blocks(content: Any, where: str) -> list[_Block]:
         return [({"type": "text", "text": content}, where)]
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a string or a list of blocks", param=where)
-    return [
-        (_checked(block, f"{where}[{index}]"), f"{where}[{index}]") for index, block in enumerate(content)
-    ]
-
-
-def _checked(block: Any, where: str) -> Json:
-    if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-        raise InvalidRequestError(f"{where} must be an object with a type", param=where)
-    return block
+    for index, block in enumerate(content):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            place = f"{where}[{index}]"
+            raise InvalidRequestError(f"{place} must be an object with a type", param=place)
+    return [(block, f"{where}[{index}]") for index, block in enumerate(content)]
 
 
 def _user_turn(blocks: list[_Block]) -> list[Message]:
     """Return the results of tools, each as a message, followed by the text."""
     results = [block for block in blocks if block[0]["type"] == "tool_result"]
     texts = [block for block in blocks if block[0]["type"] != "tool_result"]
+    # before the text: templates expect the results right behind the calls
     found = [_result(block, where) for block, where in results]
     return [*found, _text_message("user", texts, "tool_result")] if texts else found
-
-
-def _system_turn(blocks: list[_Block]) -> list[Message]:
-    return [_text_message("system", blocks, "")]
 
 
 def _assistant_turn(blocks: list[_Block]) -> list[Message]:
@@ -153,7 +139,11 @@ class _Turn:
         return message
 
 
-_TURNS = {"user": _user_turn, "assistant": _assistant_turn, "system": _system_turn}
+_TURNS: dict[str, Callable[[list[_Block]], list[Message]]] = {
+    "user": _user_turn,
+    "assistant": _assistant_turn,
+    "system": lambda blocks: [_text_message("system", blocks, "")],
+}
 
 
 def _call(block: Json, where: str) -> Json:
@@ -193,7 +183,9 @@ def _text(block: Json, where: str, kinds: str) -> str:
     if block["type"] in ("document", "search_result") and (text := document_text(block)) is not None:
         return text
     if block["type"] != "text":
-        raise _unserved(block, where, kinds)
+        raise UnsupportedFieldError(
+            f"{where} is of type {block['type'][:40]!r}; this version supports {kinds} here", param=where
+        )
     return _string(block, "text", where)
 
 
@@ -202,9 +194,3 @@ def _string(block: Json, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
     return value
-
-
-def _unserved(block: Json, where: str, kinds: str) -> UnsupportedFieldError:
-    return UnsupportedFieldError(
-        f"{where} is of type {block['type'][:40]!r}; this version supports {kinds} here", param=where
-    )

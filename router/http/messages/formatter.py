@@ -1,13 +1,110 @@
-"""Anthropic's ``message`` object and the events of its stream, which are made of the same blocks."""
+"""Anthropic's ``message`` object and the events of its stream, which are made of the same content blocks."""
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
 
 from contract.outputs import FinishReason
 from router.answers.answer import Delta, Usage
 from router.http.bodies.body import Json
-from router.http.formatter import AnswerOptions
-from router.http.messages.blocks import Block, TextBlock, ThinkingBlock, ToolUseBlock
-from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from router.http.exchange import AnswerOptions
+from text.parsing.mended import ArgumentsWriter
+from text.parsing.parser import CallArguments, CallBegin, Content, Piece, Reasoning
+
+_CALL_PREFIX = "toolu_"
+"""Beginning of a call's id in this API."""
+
+
+class _TextualBlock:
+    """A block of one text. kind: its type, and the name of the field with the text. rest: its other fields."""
+
+    kind = ""
+    rest: ClassVar[Json] = {}
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._text = ""
+
+    def begin(self) -> Json:
+        """Return the event that begins the block."""
+        return _begin(self._index, self.whole())
+
+    def push(self, text: str) -> list[Json]:
+        """Return the events of more text."""
+        self._text += text
+        return [_delta(self._index, {"type": f"{self.kind}_delta", self.kind: text})]
+
+    def end(self) -> list[Json]:
+        """Return the last events of the block."""
+        return [_end(self._index)]
+
+    def whole(self) -> Json:
+        """Return the block."""
+        return {"type": self.kind, self.kind: self._text, **self.rest}
+
+
+class TextBlock(_TextualBlock):
+    """Text for the reader."""
+
+    kind = "text"
+
+
+class ThinkingBlock(_TextualBlock):
+    """Reasoning. The signature is empty: the block is accepted without one when it is sent back."""
+
+    kind = "thinking"
+    rest: ClassVar[Json] = {"signature": ""}
+
+
+class ToolUseBlock:
+    """A call. Its input is always an object: other output of the model is repaired (``text.parsing.mended``)."""
+
+    def __init__(self, index: int, call_id: str, name: str) -> None:
+        self._index = index
+        form, _, rest = call_id.partition("_")
+        # ids of another form are not changed
+        shown_id = f"{_CALL_PREFIX}{rest}" if form == "call" and rest else call_id
+        self._head = {"type": "tool_use", "id": shown_id, "name": name}
+        self._writer = ArgumentsWriter()
+        self._input = ""
+
+    def begin(self) -> Json:
+        """Return the event that begins the block."""
+        return _begin(self._index, {**self._head, "input": {}})
+
+    def push(self, text: str) -> list[Json]:
+        """Return the events of more of the input's JSON text."""
+        return self._written(self._writer.push(text))
+
+    def end(self) -> list[Json]:
+        """Return the last events of the block."""
+        return [*self._written(self._writer.flush()), _end(self._index)]
+
+    def whole(self) -> Json:
+        """Return the block, with its input as JSON text."""
+        return {**self._head, "input": msgspec.Raw(self._input.encode())}
+
+    def _written(self, text: str) -> list[Json]:
+        if not text:
+            return []
+        self._input += text
+        return [_delta(self._index, {"type": "input_json_delta", "partial_json": text})]
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+def _begin(index: int, block: Json) -> Json:
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def _delta(index: int, delta: Json) -> Json:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+def _end(index: int) -> Json:
+    return {"type": "content_block_stop", "index": index}
+
 
 STOP_REASONS = (
     "end_turn",
@@ -38,6 +135,7 @@ class MessageFormatter:
     def whole(self, deltas: list[Delta]) -> Json:
         """Return the message of an answer that is not streamed."""
         for delta in deltas:
+            # by the events' own code, so that both forms of an answer are equal
             self.chunks(delta)
         return self._message
 
@@ -48,6 +146,7 @@ class MessageFormatter:
             self._has_begun = True
             num_tokens = len(delta.prompt.token_ids) if delta.prompt else 0
             usage = {"input_tokens": num_tokens, "output_tokens": 0}
+            # the ping is what Anthropic's streams begin with
             events += [{"type": "message_start", "message": self._object(usage=usage)}, {"type": "ping"}]
         for piece in delta.pieces:
             events += self._push(piece)
@@ -96,7 +195,16 @@ class MessageFormatter:
         is_cut = reason is FinishReason.LENGTH and delta.stop_reason is not None  # by its grammar
         stopped = delta.stop_reason if isinstance(delta.stop_reason, str) and not is_cut else None
         usage = _usage_object(delta.usage) if delta.usage else {"input_tokens": 0, "output_tokens": 0}
-        shown = "max_tokens" if is_cut else self._stop_reason(reason, stopped, usage)
+        match reason:
+            case FinishReason.LENGTH:
+                is_limit = is_cut or usage["output_tokens"] >= self._max_tokens
+                shown = "max_tokens" if is_limit else "model_context_window_exceeded"
+            case FinishReason.ABORT:
+                shown = "pause_turn"
+            case _ if stopped is not None:
+                shown = "stop_sequence"
+            case _:
+                shown = "tool_use" if self._has_calls else "end_turn"
         ended = {"stop_reason": shown, "stop_sequence": stopped}
         self._message = self._object(**ended, usage=usage)
         if self._options.timings and delta.timings:
@@ -106,18 +214,6 @@ class MessageFormatter:
             {"type": "message_delta", "delta": ended, "usage": usage},
             {"type": "message_stop"},
         ]
-
-    def _stop_reason(self, reason: FinishReason, stopped: str | None, usage: Json) -> str:
-        match reason:
-            case FinishReason.LENGTH:
-                is_limit = usage["output_tokens"] >= self._max_tokens
-                return "max_tokens" if is_limit else "model_context_window_exceeded"
-            case FinishReason.ABORT:
-                return "pause_turn"
-            case _ if stopped is not None:
-                return "stop_sequence"
-            case _:
-                return "tool_use" if self._has_calls else "end_turn"
 
     def _object(self, *, usage: Json, **more: Any) -> Json:
         return {

@@ -1,25 +1,27 @@
-"""The ``input`` of /v1/responses: items become the messages of a chat template."""
+"""The ``input`` of /v1/responses: items become the messages of a chat template.
 
+A client sends back what another provider, or its own sandbox, has written before: items of tools that do not run here are
+shown as calls of functions, and as their results. The items of hosted tools hold their results; those of local tools have
+another item for it. Items of an unknown type follow the same pattern.
+"""
+
+import json
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from router.http.bodies.body import Body
+from router.http.bodies.body import Body, Json
 from router.http.fields.chat import template_kwargs
-from router.http.fields.offered_tools import OfferedTools
-from router.http.responses.builtin_items import (
-    call_id_of,
-    call_of,
-    hosted_result,
-    is_call,
-    is_output,
-    output_of,
-    string,
-)
+from router.http.fields.offered_tools import OfferedTools, namespaced
 from router.intake.limits import MAX_MESSAGES
-from text.chat import Chat, Message
-from text.placeholders import placeholder, readable
-from text.transport_lines import drop_transport_lines
+from text.chat import Chat, Message, drop_transport_lines, outline, placeholder, readable
+from text.tools import as_argument, check_call_name, parse_arguments
 
+_CALL = "_call"
+_OUTPUT = "_output"
+_RESULTS = ("output", "outputs", "results", "error", "result", "tools")
+"""Fields of a hosted tool's item that hold its result."""
+_NOT_ARGUMENTS = (*_RESULTS, "id", "type", "status", "call_id", "encrypted_content")
+_IMAGES = ("image_generation_call",)
 ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Type of a message's part → the field that holds its text."""
@@ -93,12 +95,12 @@ class _Conversation:
                 if text := _reasoning(item, where):
                     self._messages.append({"role": "assistant", "reasoning_content": text})
             case "item_reference":
-                self._add_reference(string(item.get("id"), f"{where}.id"))
-            case str() if is_call(kind):
+                self._add_reference(_string(item.get("id"), f"{where}.id"))
+            case str() if kind.endswith(_CALL):
                 self._add_call(item, where)
-            case str() if is_output(kind):
-                call_id = call_id_of(item, where)
-                content = _result_text(item, where)
+            case str() if kind.endswith(_OUTPUT):
+                call_id = _call_id_of(item, where)
+                content = _output_of(item, where)
                 self._messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
             case str():
                 self._messages.append({"role": "user", "content": placeholder(kind)})
@@ -106,8 +108,8 @@ class _Conversation:
                 raise InvalidRequestError(f"{where}.type must be a string", param=f"{where}.type")
 
     def _add_reference(self, item_id: str) -> None:
-        """Add a placeholder for an item that another service stores. Reasoning is left out, as most prompts leave it out."""
-        if not item_id.startswith("rs_"):
+        """Add a placeholder for an item that another service stores."""
+        if not item_id.startswith("rs_"):  # reasoning, which most prompts leave out
             self._num_references += 1
             self._messages.append({"role": "user", "content": placeholder("item_reference")})
 
@@ -122,21 +124,24 @@ class _Conversation:
         last = self._messages[-1] if role == "assistant" and self._is_open else {}
         if last and "content" not in last:
             last["content"] = content
+        # a chat's message has its text before its calls, so a text behind them is kept for the end of it
         elif "tool_calls" in last:
             self._after_calls.setdefault(len(self._messages) - 1, []).append(content)
         elif role != "assistant" and isinstance(raw, list) and len(raw) > 1:
-            self._messages.append({"role": role, "content": _parts(raw)})
+            # Their types were checked before.
+            parts = [{"type": "text", "text": part[_TEXTS[part["type"]]]} for part in raw]
+            self._messages.append({"role": role, "content": parts})
         else:
             self._messages.append({"role": role, "content": content})
 
     def _add_call(self, item: dict[str, Any], where: str) -> None:
-        call = call_of(item, where)
+        call = _call_of(item, where)
         if not self._is_open:
             self._messages.append({"role": "assistant"})
         message = self._messages[-1]
         message.setdefault("content", None)
         message.setdefault("tool_calls", []).append(call)
-        if (result := hosted_result(item)) is not None:
+        if (result := _hosted_result(item)) is not None:
             self._messages.append({"role": "tool", "content": result, "tool_call_id": call["id"]})
 
     @property
@@ -155,25 +160,12 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
     return ""
 
 
-def _result_text(item: dict[str, Any], where: str) -> str:
-    """Return the text of a result; parts of known types must have their text, others become placeholders."""
-    output = item.get("output")
-    if isinstance(output, list) and all(isinstance(part, dict) for part in output):
-        return _joined(output, f"{where}.output", _TEXTS, is_lenient=True)
-    return output_of(item, where)
-
-
 def _text(content: Any, where: str, *, is_lenient: bool) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} must be a string or a list of parts", param=where)
     return _joined(content, where, _TEXTS, is_lenient=is_lenient)
-
-
-def _parts(parts: list[Any]) -> list[dict[str, str]]:
-    """Return the checked parts of a message as the parts of a chat's message."""
-    return [{"type": "text", "text": part[_TEXTS[part["type"]]]} for part in parts]
 
 
 def _joined(parts: list[Any], where: str, texts: dict[str, str], *, is_lenient: bool) -> str:
@@ -192,5 +184,84 @@ def _joined(parts: list[Any], where: str, texts: dict[str, str], *, is_lenient: 
                 f"{where}[{index}] is of type {str(kind)[:40]!r}; this version supports {', '.join(texts)}",
                 param=f"{where}[{index}]",
             )
-        found.append(string(part.get(texts[kind]), f"{where}[{index}].{texts[kind]}"))
+        found.append(_string(part.get(texts[kind]), f"{where}[{index}].{texts[kind]}"))
     return "\n".join(found)
+
+
+def _call_of(item: Json, where: str) -> Json:
+    """Return the call of an item as the call of a function. Raises InvalidRequestError."""
+    kind = item["type"]
+    match kind:
+        case "function_call":
+            name = check_call_name(item.get("name"), f"{where}.name")
+            arguments = parse_arguments(item.get("arguments"), f"{where}.arguments")
+        case "custom_tool_call":
+            name = check_call_name(item.get("name"), f"{where}.name")
+            arguments = as_argument(_string(item.get("input"), f"{where}.input"))
+        case "mcp_call":
+            name = check_call_name(item.get("name"), f"{where}.name")
+            arguments = parse_arguments(item.get("arguments"), f"{where}.arguments")
+        case _:
+            name = kind.removesuffix(_CALL) or kind
+            given = {key: value for key, value in item.items() if key not in _NOT_ARGUMENTS}
+            arguments = json.dumps(outline(given), ensure_ascii=False)
+    if isinstance(item.get("namespace"), str):
+        name = namespaced(item["namespace"], name)
+    function = {"name": name, "arguments": arguments}
+    return {"id": _call_id_of(item, where), "type": "function", "function": function}
+
+
+def _hosted_result(item: Json) -> str | None:
+    """Return the result that a call's item holds itself; None for a call whose result is another item."""
+    kind = item["type"]
+    # the client runs these, and sends the result as an item of its own
+    if kind in ("function_call", "custom_tool_call") or isinstance(item.get("call_id"), str):
+        return None
+    if kind == "local_shell_call":
+        return None
+    found = [item[name] for name in _RESULTS if item.get(name)]
+    if kind in _IMAGES and found:
+        return placeholder("image")
+    if found:
+        return "\n".join(readable(one) for one in found)
+    return f"[{kind}: {str(item.get('status') or 'completed')[:40]}, its result is not a part of the conversation]"
+
+
+def _output_of(item: Json, where: str) -> str:
+    """Return the text of a result. Raises InvalidRequestError if it has no ``output``."""
+    if "output" not in item:
+        shown = {key: value for key, value in item.items() if key not in ("id", "type", "status", "call_id")}
+        if item["type"] == "function_call_output" or not shown:
+            raise InvalidRequestError(f"{where}.output is missing", param=f"{where}.output")
+        return json.dumps(outline(shown), ensure_ascii=False)
+    output = item["output"]
+    if isinstance(output, list) and all(isinstance(part, dict) for part in output):
+        # parts of known types must have their text, others become placeholders
+        return _joined(output, f"{where}.output", _TEXTS, is_lenient=True)
+    if isinstance(output, int | float):
+        raise InvalidRequestError(
+            f"{where}.output must be a text or a list of parts", param=f"{where}.output"
+        )
+    return readable(output)
+
+
+def _call_id_of(item: Json, where: str) -> str:
+    """Return the id that links a call and its result; hosted and local tools may have the item's id only."""
+    is_own = item["type"] in (
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+    )
+    call_id = item.get("call_id")
+    if call_id is None and not is_own:
+        # a call without any id still needs one that its result names
+        call_id = item.get("id") or f"call_{where}"
+    return _string(call_id, f"{where}.call_id")
+
+
+def _string(raw: Any, where: str) -> str:
+    """Return a string. Raises InvalidRequestError."""
+    if not isinstance(raw, str):
+        raise InvalidRequestError(f"{where} must be a string", param=where)
+    return raw

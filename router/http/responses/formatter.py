@@ -1,24 +1,190 @@
 """OpenAI's ``response`` object and the events of its stream, which are made of the same items."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from contract.outputs import FinishReason
 from router.answers.answer import Delta, Usage
 from router.http.bodies.body import Json
+from router.http.exchange import AnswerOptions
 from router.http.fields.offered_tools import OfferedTools
-from router.http.formatter import AnswerOptions
-from router.http.responses.items import (
-    CallItem,
-    CustomCallItem,
-    MessageItem,
-    OutputItem,
-    ReasoningItem,
-    Status,
-)
 from router.tokens.delivery import Token
-from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from text.parsing.parser import CallArguments, CallBegin, Content, Piece, Reasoning
+from text.tools import TextArgument
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class _Item(ABC):
+    """One item of the output. place: ``item_id`` and ``output_index``, which every event has."""
+
+    def __init__(self, place: Json) -> None:
+        self._place = place
+
+    def begin(self) -> list[Json]:
+        """Return the events that begin the item."""
+        return [self._item_event("added", "in_progress")]
+
+    def end(self, status: Status) -> list[Json]:
+        """Return the last events, which repeat the whole item."""
+        return [self._item_event("done", status)]
+
+    @abstractmethod
+    def whole(self, status: Status) -> Json:
+        """Return the item."""
+
+    def _item_event(self, kind: str, status: Status) -> Json:
+        place = self._place["output_index"]
+        return _event(f"output_item.{kind}", output_index=place, item=self.whole(status))
+
+
+class _PartItem(_Item):
+    """An item with a text as its only part, which it does not have before it has ended."""
+
+    def __init__(self, place: Json) -> None:
+        super().__init__(place)
+        self._text = ""
+
+    def begin(self) -> list[Json]:
+        """Return the events that begin the item and its part."""
+        return [*super().begin(), self._part_event("content_part.added", part=self._part())]
+
+    def end(self, status: Status) -> list[Json]:
+        """Return the last events, which repeat the part and the item."""
+        return [self._part_event("content_part.done", part=self._part()), *super().end(status)]
+
+    @abstractmethod
+    def _part(self) -> Json:
+        """Return the part with the text so far."""
+
+    def _content(self, status: Status) -> list[Json]:
+        return [self._part()] if status != "in_progress" else []
+
+    def _part_event(self, kind: str, **more: Any) -> Json:
+        return _event(kind, **self._place, content_index=0, **more)
+
+
+class MessageItem(_PartItem):
+    """A message."""
+
+    def __init__(self, place: Json) -> None:
+        super().__init__(place)
+        self._logprobs: list[Json] = []
+
+    def push(self, text: str, logprobs: list[Json]) -> Json:
+        """Return the event of more text. logprobs: of its tokens."""
+        self._text += text
+        self._logprobs += logprobs
+        return self._part_event("output_text.delta", delta=text, logprobs=logprobs)
+
+    def end(self, status: Status) -> list[Json]:
+        """Return the last events, which repeat the text, the part and the item."""
+        done = self._part_event("output_text.done", text=self._text, logprobs=self._logprobs)
+        return [done, *super().end(status)]
+
+    def whole(self, status: Status) -> Json:
+        """Return the item."""
+        return {
+            "id": self._place["item_id"],
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": self._content(status),
+        }
+
+    def _part(self) -> Json:
+        logprobs = list(self._logprobs)  # a copy: an event keeps the state of its moment
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": logprobs}
+
+
+class ReasoningItem(_PartItem):
+    """Reasoning in full, without a summary."""
+
+    def push(self, text: str) -> Json:
+        """Return the event of more text."""
+        self._text += text
+        return self._part_event("reasoning_text.delta", delta=text)
+
+    def end(self, status: Status) -> list[Json]:
+        """Return the last events, which repeat the text, the part and the item."""
+        return [self._part_event("reasoning_text.done", text=self._text), *super().end(status)]
+
+    def whole(self, status: Status) -> Json:
+        """Return the item."""
+        return {
+            "id": self._place["item_id"],
+            "type": "reasoning",
+            "summary": [],
+            "content": self._content(status),
+            "status": status,
+        }
+
+    def _part(self) -> Json:
+        return {"type": "reasoning_text", "text": self._text}
+
+
+class CallItem(_Item):
+    """A call of a function. head: its name, and its namespace if it has one."""
+
+    def __init__(self, place: Json, call_id: str, head: Json) -> None:
+        super().__init__(place)
+        self._call_id = call_id
+        self._head = head
+        self._text = ""
+
+    def push(self, text: str) -> list[Json]:
+        """Return the events of more JSON text of the arguments."""
+        self._text += text
+        return [_event("function_call_arguments.delta", **self._place, delta=text)]
+
+    def end(self, status: Status) -> list[Json]:
+        """Return the last events, which repeat the arguments and the item."""
+        done = {"name": self._head["name"], "arguments": self._text}
+        return [_event("function_call_arguments.done", **self._place, **done), *super().end(status)]
+
+    def whole(self, status: Status) -> Json:
+        """Return the item."""
+        return self._call("function_call", status, arguments=self._text)
+
+    def _call(self, kind: str, status: Status, **text: str) -> Json:
+        item = {"id": self._place["item_id"], "type": kind, "status": status, "call_id": self._call_id}
+        return {**item, **self._head, **text}
+
+
+class CustomCallItem(CallItem):
+    """A call of a custom tool: the model writes its text as the only argument of a function."""
+
+    def __init__(self, place: Json, call_id: str, head: Json) -> None:
+        super().__init__(place, call_id, head)
+        self._argument = TextArgument()
+
+    def push(self, text: str) -> list[Json]:
+        """Return the events of more JSON text of the argument."""
+        return self._written(self._argument.push(text))
+
+    def end(self, status: Status) -> list[Json]:
+        """Return the last events, which repeat the text and the item."""
+        events = self._written(self._argument.flush())
+        done = _event("custom_tool_call_input.done", **self._place, input=self._text)
+        return [*events, done, self._item_event("done", status)]
+
+    def whole(self, status: Status) -> Json:
+        """Return the item."""
+        return self._call("custom_tool_call", status, input=self._text)
+
+    def _written(self, text: str) -> list[Json]:
+        self._text += text
+        return [_event("custom_tool_call_input.delta", **self._place, delta=text)] if text else []
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem
+
+
+def _event(kind: str, **fields: Any) -> Json:
+    return {"type": f"response.{kind}", **fields}
+
 
 TextItem = TypeVar("TextItem", MessageItem, ReasoningItem)
 TokenLogprobs = Callable[[list[Token]], list[Json]]
@@ -55,6 +221,7 @@ class ResponseFormatter:
         if not self._num_events:
             begun = self._response("in_progress")
             events += [_event("created", response=begun), _event("in_progress", response=begun)]
+        # the tokens of reasoning are not reported, also not with the first text behind it
         if delta.num_reasoning_tokens:
             self._waiting = []
         self._waiting += delta.tokens[delta.num_reasoning_tokens :] if self._logprobs else ()
@@ -68,6 +235,7 @@ class ResponseFormatter:
         """Return the last events of a stream that ends with an error. error: OpenAI's error object."""
         inner = error["error"]
         code = "rate_limit_exceeded" if inner["type"] == "rate_limit_error" else "server_error"
+        # an item that has begun was announced, so it is a part of the failed response
         output = self._output + ([self._item.whole("incomplete")] if self._item else [])
         failed = self._response("failed", output, error={"code": code, "message": inner["message"]})
         event = {name: inner[name] for name in ("message", "param")}
@@ -91,10 +259,14 @@ class ResponseFormatter:
                 return [*events, reasoning.push(piece.text)]
             case CallBegin():
                 self._waiting = []
-                return self._begin(_call_item(piece, self._place, self._offered))
+                namespace, name = self._offered.namespaces.get(piece.name, (None, piece.name))
+                head = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+                is_custom = piece.name in self._offered.custom
+                kind = CustomCallItem if is_custom else CallItem
+                return self._begin(kind(self._place("ctc" if is_custom else "fc"), piece.call_id, head))
             case CallArguments():
                 self._waiting = []
-                if not isinstance(self._item, CallItem | CustomCallItem):
+                if not isinstance(self._item, CallItem):
                     raise AssertionError("arguments without a call")
                 return self._item.push(piece.text)
 
@@ -166,17 +338,6 @@ class ResponseFormatter:
         return numbered
 
 
-def _call_item(
-    piece: CallBegin, place: Callable[[str], Json], offered: OfferedTools
-) -> CallItem | CustomCallItem:
-    """Return the item of a call that begins. place: prefix of the item's id → its place."""
-    namespace, name = offered.namespaces.get(piece.name, (None, piece.name))
-    head = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
-    if piece.name in offered.custom:
-        return CustomCallItem(place("ctc"), piece.call_id, head)
-    return CallItem(place("fc"), piece.call_id, head)
-
-
 def _usage_object(usage: Usage) -> Json:
     return {
         "input_tokens": usage.num_prompt_tokens,
@@ -185,7 +346,3 @@ def _usage_object(usage: Usage) -> Json:
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
     }
-
-
-def _event(kind: str, **fields: Any) -> Json:
-    return {"type": f"response.{kind}", **fields}

@@ -1,10 +1,10 @@
-"""The body of /v1/chat/completions."""
+"""The bodies of /v1/chat/completions, and of /tokenize and /detokenize."""
 
 from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Json
-from router.http.fields.thinking import EFFORTS, VERBOSITIES
+from router.http.fields.chat import EFFORTS, VERBOSITIES
 from router.http.schema.generation import GENERATION
-from router.http.schema.notation import INT31, described, field, numbers
+from router.http.schema.notation import INT31, MODEL, TOKEN_ID, described, field, numbers
 from router.intake.limits import MAX_MESSAGES
 from text.chat import ROLES
 
@@ -110,4 +110,23 @@ CHAT = described(
         **GENERATION,
         **CHAT_ONLY,
     },
+)
+TOKENIZE = described(
+    [],
+    {
+        "model": MODEL,
+        "prompt": field("string", "The text."),
+        "messages": {
+            **MESSAGES,
+            "type": ["array", "null"],
+            "description": "A chat, rendered by the chat template.",
+        },
+        "add_special_tokens": field("boolean", "Default: true for a text, false for messages."),
+        **CHAT_ONLY,
+        "return_token_strs": field("boolean", "Return the text of each token."),
+    },
+)
+DETOKENIZE = described(
+    ["tokens"],
+    {"model": MODEL, "tokens": {"type": "array", "items": TOKEN_ID, "description": "Token ids."}},
 )

@@ -1,8 +1,8 @@
-"""The body of /v1/completions."""
+"""The bodies of /v1/completions and /v1/embeddings, which have prompts."""
 
 from router.http.bodies.body import Json
-from router.http.schema.generation import GENERATION
-from router.http.schema.notation import INT31, TOKEN_ID, described, field, numbers
+from router.http.schema.generation import GENERATION, IGNORED
+from router.http.schema.notation import INT31, MODEL, TOKEN_ID, described, field, numbers
 from router.intake.limits import MAX_PROMPTS
 
 MAX_LEGACY_LOGPROBS = 5
@@ -31,5 +31,21 @@ COMPLETION = described(
         "max_tokens": field(
             "integer", "Maximum number of new tokens; 0 is allowed with echo.", **numbers(0, INT31)
         ),
+    },
+)
+EMBEDDING = described(
+    ["input"],
+    {
+        "model": MODEL,
+        "input": PROMPTS,
+        "encoding_format": {
+            "enum": ["float", "base64", None],
+            "description": "base64 encodes float32 values. Default: float.",
+        },
+        "dimensions": field("integer", "Must be the model's own number of dimensions.", **numbers(1, INT31)),
+        "priority": GENERATION["priority"],
+        "cache_salt": GENERATION["cache_salt"],
+        "truncate_prompt_tokens": GENERATION["truncate_prompt_tokens"],
+        **IGNORED,
     },
 )

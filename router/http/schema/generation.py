@@ -1,12 +1,83 @@
 """The fields that every endpoint has which generates text."""
 
 from contract.requests import MAX_CHOICES
-from contract.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
+from contract.sampling import MAX_LOGPROBS, PARAMETERS, Parameter
 from router.http.bodies.body import Json
 from router.http.fields.unsupported import NEUTRAL, STREAM_NEUTRAL
-from router.http.schema.grammars import GRAMMARS
 from router.http.schema.notation import INT31, INT64, MODEL, TOKEN_ID, field, numbers, refused_fields
-from router.intake.limits import MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from router.intake.limits import MAX_STOP_CHARACTERS, MAX_STOPS
+
+_SCHEMA: Json = {"type": ["object", "boolean"], "description": "A JSON schema.", "additionalProperties": True}
+_SCHEMA_OR_TEXT: Json = {"type": ["object", "boolean", "string", "null"], "description": "A JSON schema."}
+_REGEX = field("string", "A regular expression for the whole answer.", minLength=1)
+_CHOICE = field("array", "The possible answers.", minItems=1, items={"type": "string", "minLength": 1})
+_EBNF: Json = {
+    "description": "A grammar: GBNF (root ::= ...) or Lark (start: ...), recognised by parsing it, or named by ``syntax``.",
+    "anyOf": [
+        {"type": "null"},
+        {"type": "string", "minLength": 1},
+        {
+            "type": "object",
+            "required": ["definition"],
+            "properties": {
+                "type": {"enum": ["grammar", None]},
+                "syntax": {"enum": ["lark", "gbnf", "regex", None]},
+                "definition": {"type": "string", "minLength": 1},
+            },
+        },
+    ],
+}
+GRAMMARS: dict[str, Json] = {
+    "response_format": field(
+        "object",
+        "The format of the answer; at most one field of this kind. A schema is enforced, with strict or without.",
+        required=["type"],
+        properties={
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "schema": {**_SCHEMA_OR_TEXT, "description": "With type json_object: the schema of the object."},
+            "json_schema": field(
+                "object",
+                "With type json_schema.",
+                required=["schema"],
+                properties={
+                    "name": field("string", "Ignored."),
+                    "description": field("string", "Ignored."),
+                    "schema": _SCHEMA,
+                    "strict": field("boolean", "Ignored."),
+                },
+            ),
+        },
+    ),
+    "structured_outputs": field(
+        "object",
+        "The same constraints by vLLM's names; exactly one of them.",
+        properties={
+            "json": _SCHEMA_OR_TEXT,
+            "regex": _REGEX,
+            "choice": _CHOICE,
+            "grammar": _EBNF,
+            "json_object": field("boolean", "Any JSON object."),
+        },
+    ),
+    "guided_json": _SCHEMA_OR_TEXT,
+    "guided_regex": _REGEX,
+    "guided_choice": _CHOICE,
+    "guided_grammar": _EBNF,
+}
+FLAT_FORMAT = field(
+    "object",
+    "The format of the answer. A schema is enforced, with strict or without.",
+    required=["type"],
+    properties={
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "name": field("string", "Ignored."),
+        "description": field("string", "Ignored."),
+        "schema": {**_SCHEMA_OR_TEXT, "description": "A JSON schema, with json_schema or json_object."},
+        "strict": field("boolean", "Ignored."),
+    },
+)
+"""``text.format`` of /v1/responses: ``response_format`` without the inner object."""
+
 
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 IGNORED: dict[str, Json] = {
@@ -24,56 +95,51 @@ IGNORED: dict[str, Json] = {
     "session_id": field("string", "Ignored: prompts that begin alike share their KV by themselves."),
     "prediction": field("object", "Ignored: it affects only the speed.", additionalProperties=True),
 }
+_TYPES = {
+    "number": "number",
+    "integer": "integer",
+    "flag": "boolean",
+    "token_ids": "array",
+    "biases": "object",
+}
+
+
+def _bounds(parameter: Parameter) -> Json:
+    low = parameter.low or 0
+    high = parameter.high or 0
+    match parameter.kind:
+        case "flag":
+            return {}
+        case "token_ids":
+            return {"maxItems": parameter.max_items, "items": TOKEN_ID}
+        case "biases":
+            return {
+                "maxProperties": parameter.max_items,
+                "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                "additionalProperties": {"type": "number", **numbers(low, high)},
+            }
+    if parameter.excludes_low:
+        return {"exclusiveMinimum": low, "maximum": high}
+    # clients send signed numbers of 64 bits at the most, though an engine takes any seed of 64 bits
+    return numbers(min(low, parameter.written_for_default or 0), min(high, INT64 - 1))
+
+
 GENERATION: dict[str, Json] = {
     **refused_fields(NEUTRAL),
     "model": MODEL,
     "max_tokens": field("integer", "Maximum number of new tokens.", **numbers(1, INT31)),
-    "min_tokens": field("integer", "Minimum number of new tokens.", **numbers(0, INT31)),
-    "temperature": field("number", "0 always selects the most likely token. Default: 1.", **numbers(0, 2)),
-    "top_p": field(
-        "number",
-        "Sample from the smallest set of tokens with this total probability.",
-        exclusiveMinimum=0,
-        maximum=1,
-    ),
-    "top_k": field(
-        "integer", "Sample from the k most likely tokens; 0 and -1: from all.", **numbers(-1, INT31)
-    ),
-    "min_p": field("number", "Minimum probability, relative to the most likely token.", **numbers(0, 1)),
-    "seed": field(
-        "integer", "Equal requests with equal seeds get equal answers.", **numbers(-INT64, INT64 - 1)
-    ),
-    "presence_penalty": field(
-        "number", "Subtracted from the logits of tokens that the answer contains.", **numbers(-2, 2)
-    ),
-    "frequency_penalty": field(
-        "number", "Subtracted once for each time that the answer contains the token.", **numbers(-2, 2)
-    ),
-    "repetition_penalty": field(
-        "number",
-        "Divides positive logits of tokens in prompt and answer, multiplies negative ones.",
-        exclusiveMinimum=0,
-        maximum=MAX_REPETITION_PENALTY,
-    ),
-    "logit_bias": field(
-        "object",
-        "Token id → number that is added to its logit.",
-        maxProperties=MAX_LOGIT_BIASES,
-        propertyNames={"pattern": "^[0-9]{1,10}$"},
-        additionalProperties={"type": "number", **numbers(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)},
-    ),
-    "allowed_token_ids": field("array", "If not empty, only these tokens are sampled.", items=TOKEN_ID),
+    **{
+        parameter.name: field(_TYPES[parameter.kind], parameter.meaning, **_bounds(parameter))
+        for parameter in PARAMETERS
+        if parameter.meaning
+    },
     **GRAMMARS,
     "stop": {
         "description": "Strings that end the answer.",
         "anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}, {"type": "null"}],
     },
-    "stop_token_ids": field(
-        "array", "Token ids that end the answer.", maxItems=MAX_STOP_TOKEN_IDS, items=TOKEN_ID
-    ),
     "include_stop_str_in_output": field("boolean", "Include the stop string in the text. Default: false."),
     "skip_special_tokens": field("boolean", "Omit special and end tokens from the text. Default: true."),
-    "ignore_eos": field("boolean", "Do not end the answer at the model's end tokens."),
     "stream": field("boolean", "Stream the answer as server-sent events."),
     "stream_options": field(
         "object",

@@ -1,8 +1,8 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens."""
 
 from router.http.bodies.body import Json
-from router.http.fields.thinking import EFFORTS
-from router.http.messages.fields import MESSAGE_NEUTRAL
+from router.http.fields.chat import EFFORTS
+from router.http.messages.parser import MESSAGE_NEUTRAL
 from router.http.schema.chat import CHAT_ONLY
 from router.http.schema.generation import GENERATION
 from router.http.schema.notation import INT31, described, field, numbers, refused_fields
@@ -104,6 +104,7 @@ MESSAGE = described(
     ["messages", "max_tokens"],
     {
         **GENERATION,
+        # over those of OpenAI's endpoints, some of which have other names here
         **refused_fields(MESSAGE_NEUTRAL),
         **_SHARED,
         "max_tokens": {

@@ -2,10 +2,9 @@
 
 from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Json
-from router.http.responses.fields import INCLUDABLE, RESPONSE_NEUTRAL, SUMMARIES, TRUNCATIONS
+from router.http.responses.parser import INCLUDABLE, RESPONSE_NEUTRAL, SUMMARIES, TRUNCATIONS
 from router.http.schema.chat import ALLOWED_TOOLS, CHAT_ONLY, FUNCTION_FIELDS
-from router.http.schema.generation import GENERATION
-from router.http.schema.grammars import FLAT_FORMAT
+from router.http.schema.generation import FLAT_FORMAT, GENERATION
 from router.http.schema.notation import INT31, described, field, numbers, refused_fields
 from router.intake.limits import MAX_MESSAGES
 

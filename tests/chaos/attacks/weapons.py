@@ -22,7 +22,7 @@ from kv_transfer.links.framing import as_frame
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.chaos.attacks.target import MODEL, Target
-from tests.http2 import ENDLESS, HELLO, endless
+from tests.http2 import ENDLESS, HELLO, endless, whole_call
 
 _BODY_BYTES = 8 * 2**20 - 2**12
 _PATIENCE_SECONDS = 60.0
@@ -162,6 +162,35 @@ async def endless_frames(target: Target) -> None:
     await asyncio.gather(*(one(cycle(names[first % len(names) :] + names)) for first in range(64)))
 
 
+async def refused_requests(target: Target) -> None:
+    """Send what is refused because it has no key to both ports, over 64 connections that end and are opened again."""
+    get = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    calls = b"".join(whole_call(stream, b"/kvbaton.v1.Inference/ListModels") for stream in range(1, 201, 2))
+    kinds = [
+        (target.http, b"\x16\x03\x01 not HTTP\r\n\r\n", 2**16),
+        (target.http, get, 1),
+        (target.http, get * 200, 2**16),
+        (target.grpc, HELLO, 1),
+        (target.grpc, HELLO + calls, 2**16),
+    ]
+    until = time.monotonic() + target.attack_seconds
+
+    async def one(first: int) -> None:
+        for address, data, size in cycle(kinds[first % len(kinds) :] + kinds):
+            if time.monotonic() > until:
+                return
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(1):
+                    reader, writer = await asyncio.open_connection(*_host_port(address), local_addr=_ADDRESS)
+                    try:
+                        writer.write(data)
+                        await reader.read(size)
+                    finally:
+                        writer.transport.abort()
+
+    await asyncio.gather(*map(one, range(64)))
+
+
 async def nested_frames(target: Target) -> None:
     """Send a frame of 30,000 nested arrays to every internal port and socket of the workers."""
     nested = b"\x91" * 30_000 + b"\xc0"
@@ -220,6 +249,7 @@ WEAPONS: dict[str, Weapon] = {
         priority_hog,
         grpc_without_a_key,
         endless_frames,
+        refused_requests,
         nested_frames,
         compressed_bodies,
         control_port_flood,

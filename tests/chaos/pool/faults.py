@@ -21,7 +21,7 @@ class Fault:
 
         A fault of a link has met a move between its two ends only.
         """
-        continued_at = move["handed_over_at"] + move["pause_seconds"]
+        continued_at = move["handed_off_at"] + move["pause_seconds"]
         ends = {move["source"], *move["targets"]}
         return self.workers <= ends and self.begin < continued_at and move["ordered_at"] < self.end
 

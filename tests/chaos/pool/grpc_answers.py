@@ -8,7 +8,7 @@ import grpc.aio
 from contract.errors import ErrorKind
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from serving.grpc_errors import ERROR_KIND_KEY
+from serving.errors import ERROR_KIND_KEY
 from tests.chaos.pool.answers import ACCEPTED, ANSWER_SECONDS, UNAVAILABLE, MixedAnswer, Way
 from tests.chaos.pool.questions import COMPLETIONS, MixedQuestion
 

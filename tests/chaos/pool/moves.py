@@ -15,7 +15,7 @@ from tests.chaos.pool.quantiles import quantiles
 from tests.chaos.pool.transfers import transfer_seconds
 
 Move = Mapping[str, Any]
-"""A move that has succeeded, as a router's ``/debug/state`` shows it (``router/telemetry/move_record.py``)."""
+"""A move that has succeeded, as a router's ``/debug/state`` shows it (``router/telemetry/migration_record.py``)."""
 _RESULTS = re.compile(r'^kvbaton_migrations_total\{reason="\w+",result="(\w+)"\} ([\d.]+)$', re.M)
 _SAMPLE_SECONDS = 1.0
 _MIN_BOUND_SECONDS = 0.05
@@ -103,10 +103,10 @@ def _slowest_groups(moves: Sequence[Move]) -> dict[str, Any]:
     """
     groups: list[list[Move]] = []
     newest: dict[tuple[str, ...], list[Move]] = {}
-    for move in sorted(moves, key=lambda move: move["handed_over_at"]):
+    for move in sorted(moves, key=lambda move: move["handed_off_at"]):
         key = (move["source"], *move["targets"])
         group = newest.get(key)
-        if group is None or move["handed_over_at"] - group[-1]["handed_over_at"] > _TOGETHER_SECONDS:
+        if group is None or move["handed_off_at"] - group[-1]["handed_off_at"] > _TOGETHER_SECONDS:
             group = newest[key] = []
             groups.append(group)
         group.append(move)
@@ -135,7 +135,7 @@ def _parts_of(move: Move) -> dict[str, float]:
     """
     parts = {name: float(move[f"{name}_seconds"]) for name in ("waiting", "fetching", "queue")}
     other = move["pause_seconds"] - sum(parts.values())
-    parts = {"handing_off": move["handed_over_at"] - move["ordered_at"], **parts, "other": max(0.0, other)}
+    parts = {"handing_off": move["handed_off_at"] - move["ordered_at"], **parts, "other": max(0.0, other)}
     return {name: round(seconds, 4) for name, seconds in parts.items()}
 
 

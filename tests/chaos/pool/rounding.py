@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from contract.requests import EngineRequest
 from contract.sampling import Grammar, SamplingParams, choice_seed
+from engine.grammar.building import load_vocabulary
 from engine.grammar.llguidance_matcher import build_matcher
 from engine.grammar.machine import Machine
 from engine.grammar.matcher import GrammarMatcher
-from engine.grammar.vocabulary import load_vocabulary
 from engine.sampling.logits_processors import SamplingRow
 from tests.chaos.pool.answers import MixedAnswer
 from tests.chaos.pool.questions import Kind, MixedQuestion

@@ -32,10 +32,10 @@ def _link_of(move: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _is_in_front(other: Mapping[str, Any], move: Mapping[str, Any]) -> bool:
-    begin: float = move["handed_over_at"]
+    begin: float = move["handed_off_at"]
     return begin < _end_of(other) <= _end_of(move)
 
 
 def _end_of(move: Mapping[str, Any]) -> float:
-    end: float = move["handed_over_at"] + move["pause_seconds"]
+    end: float = move["handed_off_at"] + move["pause_seconds"]
     return end

@@ -13,7 +13,7 @@ from tests.protocol.routers.worker_side import SessionsSide
 from tests.protocol.routers.world import PartState, RoutersWorld
 from tests.protocol.scenario import Scenario
 from tests.protocol.world import Action, remembered, with_item, without
-from worker.transitions import SettlingStep
+from worker.lifecycle import SettlingStep
 
 
 class HandOverRules(RoutersRules, LinkRules[RoutersWorld]):

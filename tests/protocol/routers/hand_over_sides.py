@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from contract.identity import Role
 from contract.membership import Credit
-from router.migration import moving
+from router.migration import migrator
 from router.routing.legs import AGGREGATED, Placement, placed
 from router.routing.policy import decodes_no_more
 from router.workers.attached_worker import AttachedWorker
@@ -113,9 +113,9 @@ class HandOverRouter(OneRouter):
         return sum(_source_of(request) == source.session for request in self.requests)
 
     def _may_be_moved(self, request: RouterRequest) -> bool:
-        """See ``Mover.can_move`` and ``evacuation``; an answer of one token may be moved here too."""
+        """See ``Migrator.can_move`` and ``evacuation``; an answer of one token may be moved here too."""
         num_left = self.scenario.answers[request.number] - len(request.delivered)
-        if num_left < moving._MIN_TOKENS or not super()._may_be_moved(request):
+        if num_left < migrator._MIN_TOKENS or not super()._may_be_moved(request):
             return False
         assert request.decode is not None
         source = self.attached[request.decode.worker]
@@ -130,7 +130,7 @@ class HandOverRouter(OneRouter):
 
 
 def _source_of(request: RouterRequest) -> str | None:
-    """Return the session of the worker that an answer is being moved away from; see ``router.migration.moving.Mover``."""
+    """Return the session of the worker that an answer is being moved away from; see ``Migrator``."""
     if request.next_attempt is not None and request.decode:
         return request.decode.boot
     is_moved = request.rungs[-1:] and request.rungs[-1].startswith("moved")

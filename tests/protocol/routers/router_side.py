@@ -9,11 +9,10 @@ from protos import worker_pb2 as pb
 from router.routing.legs import Placement
 from router.routing.running_shares import Held
 from router.routing.views import WorkerView
-from router.workers.attached_worker import AttachedWorker
+from router.workers.attached_worker import AttachedWorker, WorkerLatency
 from router.workers.capacity import CreditHold
 from router.workers.order_stream import OrderStream
 from router.workers.worker_calls import WorkerCalls
-from router.workers.worker_latency import WorkerLatency
 from tests.protocol.engine_side import HANDED_OVER, no_time
 from tests.protocol.router_request import RouterRequest
 from tests.protocol.router_side import RouterSide
@@ -21,7 +20,7 @@ from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.worker_side import ignore
 from tests.protocol.routers.world import Call, Order
 from tests.protocol.sink import Sink
-from wire.membership import credit_from_proto
+from wire.membership import from_proto
 from wire.tokens import output_from_proto
 
 ELSEWHERE = "another router's"
@@ -76,7 +75,7 @@ class OneRouter(RouterSide):
                 self.sink.ask("order", session, Order(kind, number, attempt, num_delivered, lender))
         self.calls.clear()
         for worker in self.attached.values():
-            while taken := worker.orders.take():
+            while taken := worker.orders.next_message():
                 message, _ = taken
                 self.sink.ask("to_worker", worker.session, message.SerializeToString(deterministic=True))
 
@@ -112,7 +111,7 @@ class OneRouter(RouterSide):
         if worker is None:
             return
         if message.HasField("credit"):
-            self.take_credit(worker, credit_from_proto(message.credit))
+            self.take_credit(worker, from_proto(Credit, message.credit))
         for entry in message.step.entries:
             one = output_from_proto(entry)
             if one.is_rejected:

@@ -9,10 +9,10 @@ from contract.identity import Role
 from contract.membership import Credit
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff, SendTransfer
-from engine.scheduling.handing_off import hand_off
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stats import SchedulerStats
 from protos import worker_pb2 as pb
+from roles.table import ROLES, STAGES
 from tests.protocol.engine_side import Connector, EngineSide, no_time
 from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.world import Order
@@ -20,14 +20,10 @@ from tests.protocol.scenario import VOCABULARY, asked_of
 from tests.protocol.sink import LawBrokenError, Sink
 from tests.protocol.world import Action
 from wire.tokens import step_to_proto
-from worker.accepted_requests import AcceptedRequests
-from worker.lifecycle import Lifecycle
-from worker.load_reports import LoadReports
-from worker.orders import rejections
-from worker.router_sessions import RouterSessions
+from worker.lifecycle import Lifecycle, SettlingStep, next_settling_step
+from worker.router_sessions import AcceptedRequests, LoadReports, RouterSessions
 from worker.router_stream import RouterStream
-from worker.transitions import SettlingStep, has_mixed_kv, next_settling_step
-from worker.worker import Worker
+from worker.worker import Worker, rejections
 
 MAX_TOKENS = 10_000
 BUDGET = 8
@@ -80,7 +76,7 @@ class Offered:
 class NoDrain:
     """The drain of a worker that does not drain."""
 
-    def leg_accepted(self) -> None:
+    def on_leg_accepted(self) -> None:
         """Do nothing."""
 
 
@@ -98,7 +94,7 @@ class Engine:
 
     async def hand_off(self, order: HandOff, _seconds: float) -> None:
         """Hand a request off."""
-        hand_off(self._scheduler, order)
+        self._scheduler.live.hand_off(order)
 
     async def abort(self, request_id: str, attempt: int | None, choice: int | None = None) -> None:
         """End a request."""
@@ -117,7 +113,7 @@ class SessionsSide(EngineSide):
     def begin_sessions(self, role: Role) -> None:
         """Begin without a router."""
         self.engine = Engine(self.scheduler)
-        self.lifecycle = Lifecycle(role)
+        self.lifecycle = Lifecycle(role, ROLES)
         self.lifecycle.attached()
         self.drain = NoDrain()
         self._accepted = AcceptedRequests(no_time)
@@ -142,12 +138,12 @@ class SessionsSide(EngineSide):
 
     def open_session(self, session: str) -> None:
         """Begin a session that a router has accepted."""
-        self._sessions.opened(cast(RouterStream, Stream(session, self.sink)))
+        self._sessions.on_open(cast(RouterStream, Stream(session, self.sink)))
 
     def lose_session(self, session: str) -> None:
         """Take the end of a session, which ends its own legs, and only those."""
         others = [leg for leg in self._legs() if leg.session != session]
-        finish(self._sessions.lost(session))
+        finish(self._sessions.on_loss(session))
         self.carry_out()
         if self._legs() != others:
             raise LawBrokenError(f"{self.boot}: the end of {session} leaves {self._legs()}, not {others}")
@@ -155,7 +151,7 @@ class SessionsSide(EngineSide):
     def receive(self, session: str, frame: bytes) -> None:
         """Take a router's message."""
         message = pb.RouterMessage.FromString(frame)
-        finish(self._sessions.received(self._sessions._streams[session], message))
+        finish(self._sessions.on_message(self._sessions._streams[session], message))
 
     def take_order(self, session: str, order: Order) -> None:
         """Accept a leg, or report that it is rejected; or cancel a request's legs up to an attempt."""
@@ -175,7 +171,7 @@ class SessionsSide(EngineSide):
 
     def divide(self) -> None:
         """Divide the credit again; see ``RouterSessions.keep_divided``."""
-        self._sessions._send(self._sessions._shares.plan(self._accepted.take_uses()))
+        self._sessions._send(self._sessions._shares.plan(self._accepted.pop_uses()))
 
     def tidy(self) -> None:
         """Check the credit too."""
@@ -215,18 +211,19 @@ class SessionsSide(EngineSide):
 
     def _next_step(self) -> SettlingStep:
         stats = self.scheduler.load.make_stats()
-        is_mixed = has_mixed_kv(
-            self.lifecycle.role, num_leases=stats.num_leases, num_fetches=stats.num_fetches
+        is_mixed = self.lifecycle.rules.has_mixed_kv(
+            num_leases=stats.num_leases, num_fetches=stats.num_fetches
         )
         return next_settling_step(self.lifecycle, self._sessions, lambda: is_mixed)
 
     def _legs(self) -> list[Leg]:
         """Return the legs that are computed. KV that is lent, or will be, is none."""
-        requests = [request.asked for request in self.scheduler.requests.values()]
+        requests = [request.engine_request for request in self.scheduler.requests.values()]
         return [
-            Leg(int(one.request_id), one.attempt, self._accepted.session_of(one.key))
+            Leg(int(one.request_id), one.attempt, accepted.session if accepted else None)
             for one in requests
             if not isinstance(one.transfer, SendTransfer)
+            for accepted in [self._accepted.get(one.key)]
         ]
 
     def _send(self, outputs: dict[int, list[EngineOutput]]) -> None:
@@ -238,7 +235,7 @@ class WorkerSide(SessionsSide):
 
     def __init__(self, scenario: RoutersScenario, sink: Sink, boot: str) -> None:
         super().__init__(scenario, sink, boot, scenario.decode_blocks)
-        self.scheduler = self.make_scheduler(Scheduler, Connector(None, None), BUDGET)
+        self.scheduler = self.make_scheduler(STAGES, Connector(None, None), BUDGET)
         self.begin_sessions(Role.AGGREGATED)
 
     def prepare(self) -> None:

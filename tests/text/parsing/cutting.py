@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from text.parsing.parser import CallArguments, CallBegin, Content, Piece, Reasoning
 from text.tools import Tool
 
 

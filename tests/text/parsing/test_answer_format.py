@@ -7,10 +7,7 @@ import pytest
 from tests.text.parsing.cutting import Parsed, Parser, assert_parses, parse, tool
 from text.chat import Chat
 from text.parsing.answer_format import TOOL_PARSERS, AnswerFormat, ParserChoice
-from text.parsing.hermes import HermesParser
-from text.parsing.llama3 import Llama3Parser
-from text.parsing.mistral import MistralParser
-from text.parsing.qwen import QwenParser
+from text.parsing.call_formats import HermesParser, Llama3Parser, MistralParser, QwenParser
 from text.tools import ToolChoice
 
 TOOLS = (tool("f"), tool("g"))

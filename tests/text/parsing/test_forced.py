@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.text.parsing.cutting import Parsed, assert_parses, tool
+from text.parsing.call_formats import MistralParser
 from text.parsing.forced import ForcedCallsParser, forced_calls_schema
-from text.parsing.mistral import MistralParser
-from text.parsing.pieces import CallBegin
+from text.parsing.parser import CallBegin
 from text.tools import Tool, ToolChoice
 
 WEATHER = tool("get_weather", city={"type": "string"})

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.text.parsing.cutting import Parsed, assert_parses
-from text.parsing.hermes import HermesParser
-from text.parsing.pieces import CallArguments, CallBegin, Content
+from text.parsing.call_formats import HermesParser
+from text.parsing.parser import CallArguments, CallBegin, Content
 from text.parsing.reader import MAX_SPACE
 
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.text.parsing.cutting import Parsed, assert_parses, tool
-from text.parsing.llama3 import Llama3Parser
-from text.parsing.pieces import Content
+from text.parsing.call_formats import Llama3Parser
+from text.parsing.parser import Content
 
 TAG = "<|python_tag|>"
 WEATHER = '{"name": "get_weather", "parameters": {"city": "Paris"}}'

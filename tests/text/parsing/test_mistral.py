@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.text.parsing.cutting import Parsed, assert_parses, collected
-from text.parsing.mistral import MistralParser
-from text.parsing.pieces import CallBegin
+from text.parsing.call_formats import MistralParser
+from text.parsing.parser import CallBegin
 
 TAG = "[TOOL_CALLS]"
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'

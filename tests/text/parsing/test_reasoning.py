@@ -3,8 +3,8 @@
 import pytest
 
 from tests.text.parsing.cutting import Parsed, assert_parses
-from text.parsing.pieces import Content, Reasoning
-from text.parsing.reasoning import ReasoningParser
+from text.parsing.answer_format import ReasoningParser
+from text.parsing.parser import Content, Reasoning
 
 
 def fresh() -> ReasoningParser:

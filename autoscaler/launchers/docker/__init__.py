@@ -1,0 +1,1 @@
+"""The ``docker`` launcher: workers as containers of one Compose project, on one Docker engine."""

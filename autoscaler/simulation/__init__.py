@@ -1,1 +1,0 @@
-"""Runs the law over the router's policies and a timing model, in simulated time."""

@@ -1,0 +1,136 @@
+"""The receiving side of hand-overs: decode legs wait for KV that another worker computes."""
+
+from collections.abc import Collection, Mapping
+
+from engine.connector import NOT_NEEDED_KIND, Drained, Failed, Published, ReceiverConnector
+from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.requests.finish import NOT_NEEDED, Finish, RequestStatus
+from engine.scheduling.requests.queues import PriorityQueue, comes_first
+from engine.scheduling.requests.request import Request
+from engine.scheduling.waits.waits import Ready
+
+
+class KVReceiver:
+    """Fulfils ``ReceiverWait``: the wait for KV of another worker. Owns the requests in WAITING_FOR_REMOTE_KVS.
+
+    A request holds nothing until its sender computes the prompt. Then it is queued for blocks, and reserves
+    ceil((prompt + 1) / block_size) of them, cached ones included, in one step or not at all (law 4). One that does not
+    fit holds up those behind it, however small: they would pass a large one for ever. The blocks that it waits for are
+    held by requests that run, whose reads are bounded in time, or that are behind it in the same queue; so they come.
+
+    timeout_seconds: how long a request may wait here. num_needed_blocks: blocks that were requested from senders so far,
+    beyond what the cache held.
+    """
+
+    name = "remote KV"
+    status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def __init__(self, connector: ReceiverConnector, pool: BlockPool, timeout_seconds: float) -> None:
+        self._connector = connector
+        self._pool = pool
+        self.timeout_seconds = timeout_seconds
+        self._waiting: dict[str, Request] = {}
+        self.waiting: Collection[str] = self._waiting
+        self._published = PriorityQueue()
+        self._failures: dict[str, Failed] = {}
+        self._arrived: list[str] = []
+        self._num_cached_blocks: dict[str, int] = {}
+        self.num_needed_blocks = 0
+
+    @property
+    def has_pending(self) -> bool:
+        """True while ``pop_ready`` would return something."""
+        return bool(self._arrived or self._failures)
+
+    @property
+    def unserved(self) -> Request | None:
+        """The first request in the queue for blocks: computed by its sender, and not reserved yet."""
+        return self._published.first
+
+    def needs_wait(self, request: Request) -> bool:
+        """Return whether the request is a decode leg."""
+        return request.is_receiving
+
+    def start(self, request: Request) -> None:
+        """Ask for the KV of a request. Raises what the connector raises, and then nothing has changed."""
+        self._connector.start_fetch(request.engine_request)
+        self._waiting[request.key] = request
+
+    def take_events(self) -> None:
+        """Record what the connector has reported."""
+        for event in self._connector.take_events():
+            match event:
+                case Published(key, kv_fingerprint) if key in self._waiting:
+                    if kv_fingerprint is not None:
+                        self._waiting[key].hash_from(kv_fingerprint)
+                    self._published.add(self._waiting[key])
+                case Drained(key) if self._pool.is_quarantined(key):
+                    self._pool.release_quarantine(key)
+                case Failed(key) if key in self._waiting:
+                    self._failures[key] = event
+
+    def note_arrived(self, keys: Collection[str]) -> None:
+        """Record the requests whose KV has landed and was verified (``finished_recving``)."""
+        self._arrived += [key for key in keys if key in self._waiting]
+
+    def pop_ready(self) -> list[Ready]:
+        """Return the requests whose transfer has failed, and those whose KV is there, described by ``received``."""
+        failed = []
+        for key, failure in self._failures.items():
+            if request := self._waiting.get(key):
+                is_error = failure.kind != NOT_NEEDED_KIND
+                finish = Finish.with_error(failure.kind, failure.message) if is_error else NOT_NEEDED
+                failed.append(Ready(request, finish))
+        arrived = [self._waiting[key] for key in self._arrived if key in self._waiting]
+        self._arrived = []
+        for request in arrived:
+            self._forget(request)
+            request.received = self._connector.take_received(request.key)
+        return failed + [Ready(request) for request in arrived]
+
+    def reserve(self, num_promised: int, other: Request | None) -> None:
+        """Give blocks to the requests in the queue, as long as unpromised ones are free; their reads start.
+
+        other: the first request elsewhere that waits for blocks; those that come after it get none.
+        """
+        while (request := self._published.first) and comes_first(request, other):
+            size = self._pool.block_size
+            cached = self._pool.find_cached(request.block_hashes)
+            num_new = blocks_needed(request.num_prompt_tokens + 1, size) - len(cached)
+            if not self._pool.can_allocate(num_new + num_promised, cached):
+                return  # those behind it wait too, however small: they would pass it for ever
+            blocks = self._pool.allocate(request.key, num_new, cached)
+            request.num_cached_tokens = len(cached) * size
+            self._published.remove(request)
+            self._num_cached_blocks[request.key] = len(cached)
+            # One token more than the prompt is reserved, so that the first step never waits for a block; it is not read.
+            num_prompt_blocks = blocks_needed(request.num_prompt_tokens, size)
+            self.num_needed_blocks += num_prompt_blocks - len(cached)
+            self._connector.receive_into(request.key, blocks[:num_prompt_blocks], len(cached))
+
+    def give_up(self, request: Request) -> bool:
+        """Stop waiting: free what is reserved, or quarantine it if a read into it cannot be stopped."""
+        has_failed = request.key in self._failures  # a failed transfer reads nothing any more
+        num_shared = self._num_cached_blocks.get(request.key)
+        self._forget(request)
+        is_quiet = has_failed or self._connector.cancel_fetch(request.key)
+        if is_quiet or num_shared is None:
+            self._pool.free(request.key)
+        else:
+            self._pool.quarantine(request.key, num_shared)
+        return True
+
+    def overdue(self, request: Request, seconds: float) -> Finish:
+        """Return how a request finishes whose KV has not come after ``seconds``."""
+        return Finish.late(request.status, seconds)
+
+    def check_integrity(self, requests: Mapping[str, Request]) -> None:
+        """Assert that the requests in WAITING_FOR_REMOTE_KVS are those that wait here."""
+        in_state = {key: one for key, one in requests.items() if one.status is self.status}
+        assert in_state == self._waiting
+
+    def _forget(self, request: Request) -> None:
+        del self._waiting[request.key]
+        self._published.remove(request)
+        self._failures.pop(request.key, None)
+        self._num_cached_blocks.pop(request.key, None)

@@ -1,1 +1,0 @@
-"""Executors, which run a core's steps: one runner in this process, or ranks (``engine.distributed``)."""

@@ -1,1 +1,0 @@
-"""Tasks with an owner, and signals between them."""

@@ -1,0 +1,364 @@
+"""A public fake of the computing half: no tensors, but KV in which every misuse is detected.
+
+``FakeRunner`` stores in each slot of the pool a number that depends on all tokens up to that position, as real KV does.
+Before each fake forward pass it checks that all slots that count as computed hold the right numbers. A block that is
+allocated twice, read too early or written late therefore fails the test at once. Tokens depend on the known tokens
+alone: ``fake_answer`` is the answer of every engine, with any batching, caching and preemption.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contract.errors import SettingError
+from contract.layout import KVLayout
+from contract.requests import PoolingParams
+from contract.sampling import SamplingParams, choice_seed
+from engine.connector import Computed, RankConnector, RanksConnector
+from engine.models.config import ModelInfo
+from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
+from engine.settings import EngineSettings
+
+FAKE_VOCAB_SIZE = 1000
+FAKE_MAX_MODEL_LEN = 256
+FAKE_EOS = 999
+NAN_TOKEN = 998
+"""In a prompt: the logits are NaN when the first token is sampled."""
+CRASH_TOKEN = 997
+"""In a prompt: the forward pass raises."""
+_MODULUS = 2**61 - 1
+
+
+def prefix_codes(token_ids: Sequence[int]) -> list[int]:
+    """Return the content of each position's KV slot: a number that depends on all tokens up to there."""
+    codes = []
+    code = 1
+    for token in token_ids:
+        code = (code * 1_000_003 + token + 7) % _MODULUS
+        codes.append(code)
+    return codes
+
+
+def fake_token(code: int, bitmask: NDArray[np.int32] | None = None) -> int:
+    """Return the token that follows this code: never a special one; with a bitmask, one that it allows."""
+    drawn = code * 48_271 % _MODULUS
+    if bitmask is None:
+        return drawn % CRASH_TOKEN
+    allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
+    return int(allowed[drawn % len(allowed)])
+
+
+def fake_first_token(code: int, seed: int, choice: int = 0, bitmask: NDArray[np.int32] | None = None) -> int:
+    """Return the first token of a choice for a prompt with this code. Only this token depends on the seed."""
+    return fake_token(code + choice_seed(seed, choice), bitmask)
+
+
+def fake_answer(prompt_token_ids: Sequence[int], num_tokens: int, choice: int = 0) -> list[int]:
+    """Return the first ``num_tokens`` tokens of every fake engine's answer to this prompt with seed 0."""
+    known = list(prompt_token_ids)
+    for index in range(num_tokens):
+        code = prefix_codes(known)[-1]
+        known.append(fake_token(code) if index else fake_first_token(code, 0, choice))
+    return known[len(prompt_token_ids) :]
+
+
+def fake_embedding(token_ids: Sequence[int], kind: str = "last") -> list[float]:
+    """Return the embedding of every fake engine: two numbers; a mean depends on all positions' codes."""
+    codes = prefix_codes(token_ids)
+    pooled = codes[-1:] if kind == "last" else codes
+    return [float(sum(pooled) % 65_521), float(len(token_ids))]
+
+
+class FakeMemory:
+    """KV without bytes: ``slots[block][offset]`` is the code that was written there, None for garbage."""
+
+    pool_view: memoryview | None = None
+    device_pool = None
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.layout = KVLayout(
+            num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32"
+        )
+        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def write(self, block_ids: Sequence[int], codes: Sequence[int], start: int, end: int) -> None:
+        """Fill positions ``start:end`` of a sequence whose blocks are ``block_ids``."""
+        size = self.layout.block_size
+        for position in range(start, end):
+            self.slots[block_ids[position // size]][position % size] = codes[position]
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy the content of blocks."""
+        for source, target in pairs:
+            self.slots[target] = list(self.slots[source])
+
+    def mark_computed(self) -> Computed:
+        """Return what does not wait: there is nothing to wait for."""
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def check(self, block_ids: Sequence[int], codes: Sequence[int], end: int, start: int = 0) -> None:
+        """Assert that positions ``start:end`` hold the codes of these tokens."""
+        size = self.layout.block_size
+        for position in range(start, end):
+            held = self.slots[block_ids[position // size]][position % size]
+            assert held == codes[position], (
+                f"position {position}: block {block_ids[position // size]} holds other KV"
+            )
+
+    def scribble(self, block_ids: Sequence[int]) -> None:
+        """Fill these blocks with garbage, as a late write does."""
+        for block in block_ids:
+            self.slots[block] = [None] * self.layout.block_size
+
+    @property
+    def memfd(self) -> int | None:
+        """Always None: there is no file."""
+        return None
+
+    def read_view(self, block_id: int) -> memoryview:
+        """Return zeros: there are no bytes."""
+        return memoryview(bytes(self.layout.block_bytes))
+
+    def write_view(self, block_id: int) -> memoryview:
+        """Return a buffer whose content is discarded."""
+        return memoryview(bytearray(self.layout.block_bytes))
+
+    def commit(self, block_ids: list[int]) -> None:
+        """Do nothing: there is no device."""
+
+
+@dataclass
+class _Sequence:
+    token_ids: list[int]
+    codes: list[int]
+    block_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_prompt_tokens: int = 0
+    num_choices: int = 1
+    pooling: PoolingParams | None = None
+    pooled_codes: list[int] = field(default_factory=list)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.codes.append(prefix_codes(self.token_ids)[-1])
+
+
+class FakeRunner:
+    """Executes a SchedulerOutput as the real runner does, and asserts that it is consistent."""
+
+    def __init__(self, memory: FakeMemory) -> None:
+        self.memory = memory
+        self.connector: RankConnector | None = None
+        self.num_forward_passes = 0
+        self.num_dummy_batches = 0
+        self.is_interrupted = False
+        self.batch_sizes: list[int] = []
+        self._sequences: dict[str, _Sequence] = {}
+
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step: forward pass, then the connector's orders, then its completions."""
+        assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
+        for key in scheduled.finished_req_ids:
+            del self._sequences[key]
+        self.memory.copy_blocks(scheduled.block_copies)
+        starts = self._update(scheduled)
+        assert starts.keys() == scheduled.num_scheduled_tokens.keys()
+        is_of_answers = set(scheduled.num_scheduled_tokens.values()) == {1}
+        may_be_interrupted = is_of_answers and scheduled.kv_connector_metadata is None
+        output = ModelRunnerOutput(was_interrupted=self.is_interrupted and may_be_interrupted)
+        output.num_nans_in_logits = {}
+        computed = {} if output.was_interrupted else scheduled.num_scheduled_tokens
+        for row, (key, num_tokens) in enumerate(computed.items()):
+            output.req_ids.append(key)
+            output.req_id_to_index[key] = row
+            bitmask = scheduled.bitmask_of(key)
+            output.pooler_output.append(None)
+            output.sampled_token_ids.append(self._compute(key, starts[key], num_tokens, output, bitmask))
+        self.num_forward_passes += bool(computed)
+        self.batch_sizes.append(scheduled.total_num_scheduled_tokens)
+        output.logprobs = self._logprobs(output)
+        if self.connector:
+            if scheduled.kv_connector_metadata is not None:
+                self.connector.execute(scheduled.kv_connector_metadata)
+            output.finished_sending, output.finished_recving = self.connector.take_finished()
+        return output
+
+    def execute_dummy_batch(self) -> None:
+        """Make a forward pass for other ranks only."""
+        self.num_dummy_batches += 1
+
+    def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
+        """Record new and continued requests; return where each one's computation starts."""
+        starts = {}
+        for new in scheduled.scheduled_new_reqs:
+            assert new.req_id not in self._sequences
+            assert (new.sampling_params is None) is (new.pooling_params is not None)
+            tokens = list(new.prompt_token_ids)
+            sampling = new.sampling_params or SamplingParams()
+            self._sequences[new.req_id] = _Sequence(
+                tokens,
+                prefix_codes(tokens),
+                list(new.block_ids[0]),
+                sampling,
+                new.num_prompt_tokens,
+                new.num_choices,
+                new.pooling_params,
+            )
+            starts[new.req_id] = new.num_computed_tokens
+        cached = scheduled.scheduled_cached_reqs
+        for index, key in enumerate(cached.req_ids):
+            sequence = self._sequences[key]
+            blocks = cached.new_block_ids[index][0]
+            if cached.resumed_from_preemption[index]:
+                assert cached.new_token_ids[index] == sequence.token_ids
+                sequence.block_ids = list(blocks)
+            else:
+                sequence.block_ids.extend(blocks)
+            starts[key] = cached.num_computed_tokens[index]
+        return starts
+
+    def _compute(
+        self,
+        key: str,
+        start: int,
+        num_tokens: int,
+        output: ModelRunnerOutput,
+        bitmask: NDArray[np.int32] | None,
+    ) -> list[int]:
+        sequence = self._sequences[key]
+        end = start + num_tokens
+        assert 0 < num_tokens <= len(sequence.token_ids) - start
+        assert len(set(sequence.block_ids)) == len(sequence.block_ids) and 0 not in sequence.block_ids
+        self.memory.check(sequence.block_ids, sequence.codes, start)
+        self.memory.write(sequence.block_ids, sequence.codes, start, end)
+        if CRASH_TOKEN in sequence.token_ids:
+            raise RuntimeError("the forward pass crashed")
+        if sequence.pooling:
+            self._pool(key, start, end, output)
+            return []
+        if end < len(sequence.token_ids):
+            assert bitmask is None, f"{key} samples no token but has a grammar bitmask"
+            return []
+        assert (bitmask is None) is (sequence.sampling.grammar is None)
+        if NAN_TOKEN in sequence.token_ids:
+            assert output.num_nans_in_logits is not None
+            output.num_nans_in_logits[key] = FAKE_VOCAB_SIZE
+            sequence.append(0)  # a step that runs ahead continues with any token
+            return []
+        code = sequence.codes[-1]
+        seed = sequence.sampling.seed
+        is_first = end == sequence.num_prompt_tokens
+        if sequence.num_choices > 1 and is_first:
+            others = [
+                fake_first_token(code, seed, choice, bitmask) for choice in range(1, sequence.num_choices)
+            ]
+            output.other_choices[key] = OtherChoices(others, self._logprobs_of(others, sequence))
+        token = fake_first_token(code, seed, 0, bitmask) if is_first else fake_token(code, bitmask)
+        sequence.append(token)
+        return [token]
+
+    def _pool(self, key: str, start: int, end: int, output: ModelRunnerOutput) -> None:
+        sequence = self._sequences[key]
+        assert sequence.pooling
+        is_mean = sequence.pooling.kind == "mean"
+        if start == 0:
+            sequence.pooled_codes = []
+        sequence.pooled_codes += sequence.codes[start:end]
+        assert not is_mean or len(sequence.pooled_codes) == end, f"{key}: tokens are missing from the mean"
+        if end < len(sequence.token_ids):
+            return
+        if NAN_TOKEN in sequence.token_ids:
+            assert output.num_nans_in_logits is not None
+            output.num_nans_in_logits[key] = 2
+            return
+        pooled = sequence.pooled_codes if is_mean else sequence.pooled_codes[-1:]
+        output.pooler_output[-1] = [float(sum(pooled) % 65_521), float(end)]
+
+    def _logprobs_of(self, tokens: list[int], sequence: _Sequence) -> LogprobsLists | None:
+        if (k := sequence.sampling.logprobs) is None:
+            return None
+        ids = [[token, *range(k)] for token in tokens]
+        return LogprobsLists(ids, [[-float(t) for t in row] for row in ids], [token + 1 for token in tokens])
+
+    def _logprobs(self, output: ModelRunnerOutput) -> LogprobsLists | None:
+        """Return log probability -t for token t, with as many alternatives as the largest request's k."""
+        num_logprobs = [self._sequences[key].sampling.logprobs for key in output.req_ids]
+        if all(k is None for k in num_logprobs):
+            return None
+        best = list(range(max(k for k in num_logprobs if k is not None)))
+        sampled = [(tokens or [0])[0] for tokens in output.sampled_token_ids]
+        ids = [[token, *best] for token in sampled]
+        return LogprobsLists(ids, [[-float(t) for t in row] for row in ids], [token + 1 for token in sampled])
+
+
+class FakeExecutor:
+    """One rank with a FakeRunner, loaded when the constructor returns (``engine.executor.Executor``).
+
+    runs_ahead: steps may begin before the one before is waited for, as on a device; none of them is interrupted then.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        if not settings.model.name:
+            raise SettingError(f"model is {str(settings.model)!r}; give the name of a fake", param="model")
+        self.model_info = ModelInfo(
+            vocab_size=FAKE_VOCAB_SIZE,
+            max_model_len=settings.max_model_len or FAKE_MAX_MODEL_LEN,
+            eos_token_ids=(FAKE_EOS,),
+            fingerprint=f"fake:{settings.model.name}",
+            dtype="float32",
+        )
+        self.memory = FakeMemory(settings.kv_cache_bytes or 64, settings.block_size)
+        self.runner = FakeRunner(self.memory)
+        self.is_shut_down = False
+        self.runs_ahead = False
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block."""
+        return self.memory.layout
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the one rank."""
+        return [getattr(self.runner, method)(*args)]
+
+    def set_connector(self, connector: RanksConnector) -> None:
+        """Start the rank's half of the connector with the memory."""
+        rank = connector.in_process()
+        rank.start(self.memory)
+        self.runner.connector = rank
+
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step."""
+        return self.runner.execute_model(scheduled)
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Return a function that runs the step, as late as a device might: nothing is written before; see Executor."""
+        self.runner.is_interrupted = False
+        return partial(self.execute_model, scheduled)
+
+    def interrupt(self) -> None:
+        """Interrupt the step that has begun; see Executor."""
+        self.runner.is_interrupted = not self.runs_ahead
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Do nothing: ranks in this process end with it."""
+
+    def shutdown(self) -> None:
+        """Close the connector's half."""
+        self.is_shut_down = True
+        if self.runner.connector:
+            self.runner.connector.close()
+
+
+def start_fake_executor(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+    """Start a fake for ``engine.startup.start_executor``. ``kv_cache_bytes`` counts blocks, default 64. Picklable."""
+    executor = FakeExecutor(settings)
+    return executor, executor.memory.num_blocks
