@@ -119,7 +119,7 @@ class Arbiter:
             neediest_first = sorted(
                 POOLS, key=lambda role: -pressure(self._needed[role], self._present[role])
             )
-            results = {role: self._changed(role, int(role is awaited)) for role in neediest_first}
+            results = {role: self._decide(role, int(role is awaited)) for role in neediest_first}
         decision = Decision(
             time=self._now,
             pools={role: results[role] for role in POOLS},
@@ -174,7 +174,7 @@ class Arbiter:
             return None
         return choice
 
-    def _changed(self, role: Role, num_awaited: int) -> PoolDecision:
+    def _decide(self, role: Role, num_awaited: int) -> PoolDecision:
         """Order what a pool needs. num_awaited: workers that it will get by a flip soon."""
         proposal = self._proposals[role]
         missing = self._wanted[role] - proposal.present

@@ -46,7 +46,7 @@ class Departures:
     def remove(self, name: str) -> None:
         """Begin to remove a worker. If that fails, it counts as drained, so that it is tried again."""
         # A task of its own: a worker may take its whole grace to end, and the pools must be decided meanwhile.
-        task = asyncio.create_task(self._removed(name), name=f"remove {name}")
+        task = asyncio.create_task(self._try_to_remove(name), name=f"remove {name}")
         self._removals[task] = name
         task.add_done_callback(self._removals.pop)
 
@@ -54,7 +54,7 @@ class Departures:
         """Wait until the workers that are being removed have ended."""
         await asyncio.gather(*self._removals)
 
-    async def _removed(self, name: str) -> None:
+    async def _try_to_remove(self, name: str) -> None:
         try:
             await self._launcher.remove(name)
         except KvbatonError as error:

@@ -35,7 +35,7 @@ def decide(
     """
     load = signals.load
     if load is None:
-        return _held(memory, signals)
+        return _hold(memory, signals)
     timing = with_sizes(timing, signals.decode)  # a guess has neither the batch nor the KV pool of a worker
     start_seconds = signals.start_seconds or timing.start_seconds
     answers_each = signals.decode.num_in_flight / max(1, signals.decode.num_ready)
@@ -61,7 +61,7 @@ def decide(
     return Arbiter(policy, memory, signals.time, proposals).decide(expected.rate)
 
 
-def _held(memory: Memory, signals: Signals) -> tuple[Decision, Memory]:
+def _hold(memory: Memory, signals: Signals) -> tuple[Decision, Memory]:
     """Change nothing, and begin every wait anew when there are signals again."""
     pools = {}
     for role in POOLS:

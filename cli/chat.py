@@ -44,7 +44,7 @@ def chat(arguments: Sequence[str]) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     terminal = Terminal() if is_terminal else Pipe(sys.stdin, sys.stdout)
     try:
-        with _ended_by_sigterm(), _service(settings, terminal) as endpoint, asyncio.Runner() as runner:
+        with _end_on_sigterm(), _service(settings, terminal) as endpoint, asyncio.Runner() as runner:
             model = first_listed(settings.served_model_name) or runner.run(served_model(endpoint))
             terminal.remark(f"{model} at {endpoint.url}. /help lists the commands, Ctrl-D leaves.")
             conversation = Conversation(endpoint, _body(settings, model), settings.system)
@@ -145,7 +145,7 @@ class Chat:
                 self._num_failed += 1
                 self._terminal.show_error(error.message)
             except KeyboardInterrupt:
-                self._terminal.stopped()
+                self._terminal.on_interrupt()
         if self._num_failed and not self._terminal.is_interactive:
             raise KvbatonError(f"{self._num_failed} of the messages above got no answer")
 
@@ -190,7 +190,7 @@ def _service(settings: ChatSettings, terminal: Terminal | Pipe) -> Iterator[Endp
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _end_on_sigterm() -> Iterator[None]:
     """End the process cleanly on SIGTERM and SIGHUP within the block, wherever it waits."""
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:

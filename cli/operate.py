@@ -35,14 +35,14 @@ _SERVES = "serving"
 
 def workers(arguments: Sequence[str]) -> None:
     """Run ``kvbaton workers``."""
-    settings = _parsed(arguments)
+    settings = _parse(arguments)
     settings.refuse_useless_flags()
     replace_unencodable()
     configure_logs("workers", settings.log_level)
     signals.run(_run(settings))
 
 
-def _parsed(arguments: Sequence[str]) -> WorkersSettings:
+def _parse(arguments: Sequence[str]) -> WorkersSettings:
     """Read the settings of the action that the arguments name, each of which has a help and flags of its own."""
     for position, word in enumerate(arguments):
         is_value = position > 0 and takes_value(WorkersSettings, arguments[position - 1])

@@ -46,7 +46,7 @@ def router(arguments: Sequence[str]) -> None:
 
     run_service(
         settings,
-        lambda settings, ready: watched(serve(settings, lambda addresses: ready(addresses.as_dict()))),
+        lambda settings, ready: end_if_hung(serve(settings, lambda addresses: ready(addresses.as_dict()))),
     )
 
 
@@ -117,7 +117,7 @@ def run_service(
         raise
 
 
-async def watched(work: Awaitable[None], patience_seconds: float = HANG_SECONDS) -> None:
+async def end_if_hung(work: Awaitable[None], patience_seconds: float = HANG_SECONDS) -> None:
     """Await ``work``, and end the process if its event loop hangs: its ports would accept connections and never answer."""
     with LoopWatch(patience_seconds):
         await work

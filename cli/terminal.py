@@ -87,7 +87,7 @@ class Terminal:
         """Print a remark for a person."""
         print(printable(f"({text})", sys.stdout), flush=True)
 
-    def stopped(self) -> None:
+    def on_interrupt(self) -> None:
         """Mark an answer as stopped by Ctrl-C."""
         self._is_line_open = False
         print("\n(stopped)", flush=True)
@@ -136,7 +136,7 @@ class Pipe:
     def remark(self, text: str) -> None:
         """Ignore the remark: a program does not read it."""
 
-    def stopped(self) -> NoReturn:
+    def on_interrupt(self) -> NoReturn:
         """End a piped chat on Ctrl-C."""
         raise KeyboardInterrupt
 

@@ -54,7 +54,7 @@ _MAX_MESSAGE = 2048
 
 
 def _bounded(message: str) -> str:
-    """Shorten a message, which may quote a request or a peer, to a length that suits a log and an answer."""
+    """Return a message, which may quote a request or a peer, in a length that suits a log and an answer."""
     if len(message) <= _MAX_MESSAGE:
         return message
     half = _MAX_MESSAGE // 2

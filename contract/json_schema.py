@@ -91,7 +91,7 @@ class _Reducer:
         self.schemas: list[Schema] = []
         self._is_lenient = is_lenient
         self._references = References(root)
-        unions = Unions(self._references.resolved)
+        unions = Unions(self._references.resolve)
         for schema in schemas_within(root):
             unions.require_discriminator(schema)
         self._constraints = Constraints(self._references, unions, is_lenient=is_lenient)
@@ -112,18 +112,18 @@ class _Reducer:
             for key in _NAMED & spelled_out.keys():
                 spelled_out[key] = {name: one for name, one in spelled_out[key].items() if _is_schema(one)}
         if "propertyNames" in spelled_out:
-            names = self._references.resolved(spelled_out["propertyNames"])
+            names = self._references.resolve(spelled_out["propertyNames"])
             spelled_out = closed_names(spelled_out, names) or spelled_out
         out: Schema = {}
         for key, value in spelled_out.items():
             place = (*at, key)
             is_path = self._references.leads_to_target(own, key)
             if key in _DEFINITIONS and self._references.are_all_pointers:
-                out |= {key: self._reduced_path(own, key, value, place)} if is_path else {}
+                out |= {key: self._reduce_path(own, key, value, place)} if is_path else {}
             elif key in _KEPT:
                 out[key] = self._kept(key, value, place)
             elif is_path:
-                out[key] = self._reduced_path(own, key, value, place)
+                out[key] = self._reduce_path(own, key, value, place)
         self._constraints.settle(spelled_out, out, at)
         self.schemas.append(out)
         return out
@@ -135,12 +135,12 @@ class _Reducer:
             return {name: self.reduced(one, (*place, name)) for name, one in value.items()}
         return self.reduced(value, place) if key in _ONE_SCHEMA else value
 
-    def _reduced_path(self, parent: int, key: str, value: Any, at: Pointer) -> Any:
+    def _reduce_path(self, parent: int, key: str, value: Any, at: Pointer) -> Any:
         """Reduce a part of the document that is not a keyword but leads to the target of a reference."""
         if (parent, key) in self._references.targets or not isinstance(value, dict):
             return self.reduced(value, at)
         return {
-            name: self._reduced_path(id(value), name, inner, (*at, name))
+            name: self._reduce_path(id(value), name, inner, (*at, name))
             for name, inner in value.items()
             if self._references.leads_to_target(id(value), name)
         }

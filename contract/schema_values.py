@@ -122,7 +122,7 @@ class References:
         """Return True if a target is at this location or inside it."""
         return (parent, key) in self._paths
 
-    def resolved(self, schema: Any) -> Any:
+    def resolve(self, schema: Any) -> Any:
         """Follow references within the document as far as possible."""
         seen: list[str] = []
         while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):

@@ -317,11 +317,11 @@ class _Coordinator(group_pb2_grpc.CoordinatorServicer):
         self._member.fail(f"rank {info.dp_rank} of the group is gone")
 
     def _start(self, work: Coroutine[Any, Any, None], *, until_closed: bool = False) -> None:
-        async def guarded() -> None:
+        async def run_guarded() -> None:
             try:
                 await work
             except Exception as error:
                 logger.exception("the coordinator of the group failed")
                 self._member.fail(f"the coordinator of the group failed: {error!r}")
 
-        self._rpc.start(guarded(), until_closed=until_closed)
+        self._rpc.start(run_guarded(), until_closed=until_closed)

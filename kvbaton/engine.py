@@ -107,7 +107,7 @@ class Engine:
             given = parse_prompt(prompt, "prompt")
             params = SamplingParams() if sampling_params is None else sampling_params
             request = params.request(request_id, given.content, priority=priority, **given.others)
-            prepared = self._prepared(request)
+            prepared = self._prepare(request)
         except InvalidRequestError as error:
             raise named(error, f"request {request_id}: ") from error
         text = given.content if isinstance(given.content, str) else None
@@ -151,7 +151,7 @@ class Engine:
         if not self._close.alive:
             raise UnavailableError("this Engine is closed")
 
-    def _prepared(self, request: GenerationRequest) -> PreparedRequest:
+    def _prepare(self, request: GenerationRequest) -> PreparedRequest:
         """Check a request as a router does, and return it with its prompt as token ids."""
         check_limits(request)
         info = self._core.info
@@ -177,15 +177,15 @@ class Engine:
             undo.pop_all()
         for of_client in outputs.values():
             for output in of_client:
-                self._take(output)
+                self._process_output(output)
 
-    def _take(self, output: EngineOutput) -> None:
+    def _process_output(self, output: EngineOutput) -> None:
         request_id = output.request_id.rpartition("/")[0]
         running = self._running.get(request_id)
         if running is None or running.engine_request.request_id != output.request_id:
             return
         try:
-            if running.take(output):
+            if running.on_output(output):
                 self._core.abort([output.key])
         except KvbatonError as error:
             self._errors.append(error)

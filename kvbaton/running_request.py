@@ -22,8 +22,8 @@ class RunningChoice:
         self._request = request
         self._answer = Answer(request, card)
         self._stopwatch = Stopwatch(request.arrival)
-        self._stopwatch.queued(now := time.monotonic())
-        self._stopwatch.bound(now)
+        self._stopwatch.on_queued(now := time.monotonic())
+        self._stopwatch.on_bound(now)
         self.report = LegReport()
         self.so_far = AnswerSoFar(request.choice, card.tokenizer)
         self.timings = self._stopwatch.split(now)
@@ -34,7 +34,7 @@ class RunningChoice:
         """True once it is complete."""
         return self._answer.is_finished
 
-    def take(self, output: EngineOutput) -> bool:
+    def on_output(self, output: EngineOutput) -> bool:
         """Add an output of the engine; return whether the answer is complete though the engine continues it.
 
         That is the work of a stop string. Raises the error with which the engine ends the request.
@@ -46,7 +46,7 @@ class RunningChoice:
         tokens = tokens_of(output)
         end = output.end if output.is_leg_finished else (None, None)
         delta = self._answer.push(TokenBatch(tokens, *end))
-        self._stopwatch.tokens(output.first_index, len(tokens), now)
+        self._stopwatch.on_tokens(output.first_index, len(tokens), now)
         self._stopwatch.engine_queue_seconds = self.report.queue_seconds
         self._stopwatch.prefill_seconds = self.report.prefill_seconds
         self.timings = self._stopwatch.split(now)
@@ -83,13 +83,13 @@ class RunningRequest:
         """True once all answers are complete."""
         return all(choice.is_finished for choice in self._choices)
 
-    def take(self, output: EngineOutput) -> bool:
-        """Add an output to the choice that it is for; see ``RunningChoice.take``. An error names the request."""
+    def on_output(self, output: EngineOutput) -> bool:
+        """Add an output to the choice that it is for; see ``RunningChoice.on_output``. An error names the request."""
         choice = self._choices[output.choice]
         if choice.is_finished:
             return False
         try:
-            return choice.take(output)
+            return choice.on_output(output)
         except KvbatonError as error:
             raise named(error, f"request {self._request_id}: ") from error
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Body
-from router.http.fields.sampling import shared_fields
+from router.http.fields.sampling import read_shared_fields
 from router.http.fields.unsupported import reject_unsupported
 from router.intake.request import GenerationRequest
 from text.chat import Chat
@@ -61,7 +61,7 @@ class SamplingParams:
             prompt=prompt,
             max_tokens=body.integer("max_tokens"),
             logprobs=body.integer_within("logprobs", 0, MAX_LOGPROBS),
-            **shared_fields(body),
+            **read_shared_fields(body),
         )
 
 

@@ -35,7 +35,7 @@ from router.intake.request import EmbeddingRequest, GenerationRequest
 from router.intake.request_preparer import RequestPreparer
 from router.intake.round_robin import RoundRobin
 from router.tokens.delivery import TokenBatch
-from router.tokens.inbox import Take
+from router.tokens.inbox import Consume
 from text.model_card import ModelCard
 
 _MANY_TOKENS = 8
@@ -94,7 +94,7 @@ class Pipeline:
         """Admit and prepare the prompts of one client's request, and open a run for each answer. Return their model."""
         first = requests[0]
         num_answers = sum([len(request.choices) for request in requests])
-        await self._models.settled()
+        await self._models.wait_settled()
         await self._rounds.wait_turn(first.tenant)
         self._tracker.check_admission(first, num_answers)
         await answers.admit(requests)
@@ -109,9 +109,9 @@ async def _answer(run: RequestRun, card: ModelCard, sink: DeltaSink | None) -> A
     ``run.next`` waits for workers, begins attempts, and retries.
     """
     answer = Answer(run.request, card)
-    take = _taking(run, answer, sink) if sink and answer.ends_with_tokens else None
+    consume = _write_to(sink, run, answer) if sink and answer.ends_with_tokens else None
     while not answer.is_finished:
-        delta = _delta(run, answer, await run.next(take))
+        delta = _delta(run, answer, await run.next(consume))
         if delta.finish_reason:
             run.close()  # a stop string ends the answer before its workers do
             usage = _usage(run, answer.num_tokens, answer.num_reasoning_tokens)
@@ -119,16 +119,16 @@ async def _answer(run: RequestRun, card: ModelCard, sink: DeltaSink | None) -> A
         yield delta
 
 
-def _taking(run: RequestRun, answer: Answer, sink: DeltaSink) -> Take[TokenBatch]:
+def _write_to(sink: DeltaSink, run: RequestRun, answer: Answer) -> Consume[TokenBatch]:
     """Return a function that puts the delta of a batch into a sink, unless it is the last one or the sink has no room."""
 
-    def take(batch: TokenBatch) -> bool:
+    def consume(batch: TokenBatch) -> bool:
         if batch.finish_reason or len(batch.tokens) > _MANY_TOKENS or not sink.has_room:
             return False
         sink.put(_delta(run, answer, batch))
         return True
 
-    return take
+    return consume
 
 
 def _delta(run: RequestRun, answer: Answer, batch: TokenBatch) -> Delta:

@@ -31,7 +31,7 @@ HttpAddress = Annotated[str, AfterValidator(check_http_address)]
 
 
 def listed(value: str) -> tuple[str, ...]:
-    """Split a setting of several values, which commas separate."""
+    """Return the values of a setting of several, which commas separate."""
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 

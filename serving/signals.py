@@ -86,7 +86,7 @@ def raising(*numbers: signal.Signals) -> Iterator[None]:
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that SIGTERM and SIGINT cancel, and raise the signal's exception then. Main thread only."""
 
-    async def cancelled_by_sigterm() -> T:
+    async def run_until_sigterm() -> T:
         task = asyncio.current_task()
         assert task is not None
         is_terminated = False
@@ -96,7 +96,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             is_terminated = True
             task.cancel()
 
-        with _handled((signal.SIGTERM,), terminate):
+        with _handle((signal.SIGTERM,), terminate):
             try:
                 return await main
             except asyncio.CancelledError:
@@ -104,7 +104,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
                     raise Terminated from None
                 raise
 
-    return asyncio.run(cancelled_by_sigterm())
+    return asyncio.run(run_until_sigterm())
 
 
 def result_of(future: Future[T]) -> T:
@@ -120,12 +120,12 @@ def result_of(future: Future[T]) -> T:
 async def until_stopped() -> AsyncIterator[StopEvent]:
     """Make SIGTERM and SIGINT set the event instead of ending the process, within the block. Main thread only."""
     stopped = StopEvent()
-    with _handled(STOP_SIGNALS, stopped.signal):
+    with _handle(STOP_SIGNALS, stopped.signal):
         yield stopped
 
 
 @contextmanager
-def _handled(numbers: tuple[signal.Signals, ...], handle: Any) -> Iterator[None]:
+def _handle(numbers: tuple[signal.Signals, ...], handle: Any) -> Iterator[None]:
     """Let the running event loop handle these signals within the block; the earlier handlers are set again then."""
     loop = asyncio.get_running_loop()
     earlier = {number: signal.getsignal(number) for number in numbers}

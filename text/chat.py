@@ -93,7 +93,7 @@ def _parse_message(raw: Any, where: str) -> Message:
         raise InvalidRequestError(
             f"{where}.role is {role!r}; choose one of {', '.join(ROLES)}", param=f"{where}.role"
         )
-    raw = _served(raw, where)
+    raw = _check_message(raw, where)
     message: Message = {}
     for key, value in raw.items():
         if key in REASONING_NAMES:
@@ -111,7 +111,7 @@ def _parse_message(raw: Any, where: str) -> Message:
     return message
 
 
-def _served(raw: Message, where: str) -> Message:
+def _check_message(raw: Message, where: str) -> Message:
     """Check a message for unsupported keys; turn an empty list of parts in answers and results into an empty content.
 
     A result that is null is empty too: tools that return nothing send it.

@@ -239,7 +239,7 @@ class TextArgument:
         whole = _WHOLE.match(self._rest)
         assert whole is not None, "the pattern matches the empty text"
         self._is_over = self._rest[whole.end() : whole.end() + 1] == '"'
-        return self._take(whole.end())
+        return self._decode(whole.end())
 
     def flush(self) -> str:
         """Return the rest: arguments of another form unchanged, and the end of a text that was cut off."""
@@ -247,7 +247,7 @@ class TextArgument:
         self._is_over = True
         return rest
 
-    def _take(self, end: int) -> str:
+    def _decode(self, end: int) -> str:
         written = self._rest[:end]
         self._rest = self._rest[end:]
         try:

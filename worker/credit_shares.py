@@ -237,7 +237,7 @@ class CreditShares:
         has_seen_all = self._has_seen_all(session)
         self._requests.report(session, use.num_requests, has_seen_all=has_seen_all)
         self._tokens.report(session, use.num_tokens, has_seen_all=has_seen_all)
-        return self._settled()
+        return self._settle()
 
     def _set_total(self, total: Credit) -> None:
         self._total = total
@@ -252,9 +252,9 @@ class CreditShares:
     ) -> dict[str, Credit]:
         self._requests.plan({name: use.num_requests for name, use in used.items()}, is_new=is_new)
         self._tokens.plan({name: use.num_tokens for name, use in used.items()}, is_new=is_new)
-        return self._settled(always)
+        return self._settle(always)
 
-    def _settled(self, always: frozenset[str] = frozenset()) -> dict[str, Credit]:
+    def _settle(self, always: frozenset[str] = frozenset()) -> dict[str, Credit]:
         """Move the shares towards their targets; return a credit for each session whose share has changed."""
         before = {name: self.share_of(name) for name in self._numbers}
         self._requests.settle()

@@ -78,7 +78,7 @@ class Flip:
                     self._lifecycle.next_role = worker_role(self._order.role)
                     self._routers().send_credit()  # of nothing, with the role that follows when all have answered
                 case FlipStep.TAKE | FlipStep.KEEP:
-                    self._take(is_kept=step is FlipStep.KEEP)
+                    self._change_role(is_kept=step is FlipStep.KEEP)
         if self._lifecycle.num_drains != num_drains:
             logger.info("a drain has ended the change of the role")
         self._order = None
@@ -93,7 +93,7 @@ class Flip:
             return FlipStep.END
         return next_flip_step(self._lifecycle, self._order, num_drains, self.settling.answers)
 
-    def _take(self, *, is_kept: bool) -> None:
+    def _change_role(self, *, is_kept: bool) -> None:
         """Take the role now: every router has answered that it binds no leg by the former one.
 
         is_kept: keep the present role, because a router needs it. That is reported like a role that was taken.
@@ -102,7 +102,7 @@ class Flip:
         if is_kept:
             logger.warning("the order to become a %s worker is refused by a router", self._order.role)
         role = self._lifecycle.role if is_kept else worker_role(self._order.role)
-        self._lifecycle.take_role(role, self._order.epoch)
+        self._lifecycle.set_role(role, self._order.epoch)
         self.settling.watch()
         # The role before the credit: a router reads the credit as that of the role it has.
         self._routers().send_role()

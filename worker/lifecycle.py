@@ -60,7 +60,7 @@ class Lifecycle:
         """True from the beginning of a drain until it is undone, or the worker leaves."""
         return self.state is WorkerState.DRAINING
 
-    def attached(self) -> None:
+    def on_attach(self) -> None:
         """Record that a router has accepted the worker."""
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.SERVING
@@ -83,7 +83,7 @@ class Lifecycle:
         self.is_stopping = True
         self.state = WorkerState.LEFT
 
-    def take_role(self, role: Role, epoch: int) -> None:
+    def set_role(self, role: Role, epoch: int) -> None:
         """Serve in this role from now on. If it is another one, the worker ends what was begun by the former one."""
         self.is_unsettled = self.is_unsettled or role is not self.role
         self._former_role = self.role

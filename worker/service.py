@@ -82,7 +82,7 @@ async def serve_worker(
 
 async def _serve_until_stopped(running: AbstractAsyncContextManager[_Started], on_ready: OnReady) -> None:
     async with until_stopped() as stopped, AsyncExitStack() as stack:
-        started = await _started(stack, running, stopped)
+        started = await _start(stack, running, stopped)
         if started is None:
             return
         worker, addresses = started
@@ -108,7 +108,7 @@ async def _serve_until_stopped(running: AbstractAsyncContextManager[_Started], o
             await asyncio.gather(run, ready, stop, return_exceptions=True)
 
 
-async def _started(
+async def _start(
     stack: AsyncExitStack, running: AbstractAsyncContextManager[_Started], stopped: asyncio.Event
 ) -> _Started | None:
     """Enter ``running``; None if a signal arrives first, which ends the engine that loads its model."""
@@ -152,14 +152,14 @@ async def running_worker(
     engine = await client.start(settings.engine_settings(), transfers, prepare=prepare, gate=gate)
     try:
         worker = Worker(identity, roles, settings, engine)
-        async with exposed(worker, settings) as addresses:
+        async with open_ports(worker, settings) as addresses:
             yield worker, addresses
     finally:
         await engine.shutdown()
 
 
 @asynccontextmanager
-async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dict[str, Any]]:
+async def open_ports(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dict[str, Any]]:
     """Open a worker's ports within the block and yield their addresses, ``grpc`` (as others dial it) and ``admin``.
 
     The worker's requests are aborted when the block ends.

@@ -195,7 +195,7 @@ class Worker:
 
         async def note_attached() -> None:
             await self._sessions.wait_open()
-            self.lifecycle.attached()
+            self.lifecycle.on_attach()
 
         ended_by: list[BaseException] = []
         try:

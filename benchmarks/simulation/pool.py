@@ -49,7 +49,7 @@ class SimulatedWorker:
 
         return release
 
-    def take_role(self, role: Role) -> None:
+    def set_role(self, role: Role) -> None:
         """Count legs of another role from now on."""
         self.num_former += self.num_legs
         self.num_legs = 0
@@ -136,7 +136,7 @@ class SimulatedPool:
     def flip(self, name: str, role: Role) -> None:
         """Let a worker take another role. It ends the prompts that it has; its answers move away."""
         worker = self.workers[name]
-        worker.take_role(role)
+        worker.set_role(role)
         self._update(worker)
         self._move_answers(worker)
         self._admit()

@@ -108,7 +108,7 @@ class WorkerAdmin:
         wait = seconds_in(request, "wait") or 0.0
         for each in group:
             logger.info("worker %s is drained by %s", each.name, self._access.requester(request))
-            self._standing.drained(each, AUTOSCALER if request.query.get("by") == AUTOSCALER else OPERATOR)
+            self._standing.on_drain(each, AUTOSCALER if request.query.get("by") == AUTOSCALER else OPERATOR)
             each.drain(DrainOrder(deadline_seconds=deadline))
         await self._until_answered(group, lambda each: each.capacity.credit.is_draining)
         is_empty = await self._within(
@@ -124,7 +124,7 @@ class WorkerAdmin:
             logger.info(
                 "the drain of worker %s is cancelled by %s", each.name, self._access.requester(request)
             )
-            self._standing.undrained(each)
+            self._standing.on_undrain(each)
             each.undrain()
         await self._until_answered(group, lambda each: not each.capacity.credit.is_draining)
         return json_answer(worker_facts(worker))

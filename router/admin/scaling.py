@@ -26,7 +26,7 @@ class ScalingReports:
         """Keep a decision as the last one, and count it."""
         self._last = (self._clock(), report)
         for role, decision in _pools(report).items():
-            self._metrics.decided(role, decision)
+            self._metrics.on_decision(role, decision)
 
     def wakes(self, roles: frozenset[Role]) -> bool:
         """Return True if an autoscaler starts a worker of each of these roles when a request waits for one."""
@@ -87,7 +87,7 @@ class ScalingLeases:
         is_free = self._holder is None or now >= self._until
         if not is_free and self._holder is not None and self._holder != wanted.holder:
             if wanted.seconds:
-                self._metrics.refused()
+                self._metrics.on_lease_refused()
             return ScalingLease(holder=self._holder, seconds=self._until - now)
         self._holder = wanted.holder if wanted.seconds else None
         self._until = now + wanted.seconds

@@ -64,17 +64,17 @@ class Stopwatch:
         self.prefill_seconds = 0.0
         self.transfer = TransferReport()
 
-    def queued(self, now: float) -> None:
+    def on_queued(self, now: float) -> None:
         """Record that the request waits for workers. Only the first time counts."""
         if self.queued_at is None:
             self.queued_at = now
 
-    def bound(self, now: float) -> None:
+    def on_bound(self, now: float) -> None:
         """Record that its workers are chosen. The last time before the first token counts."""
         if self.token_0 is None:
             self.bound_at = now
 
-    def tokens(self, first_index: int, count: int, now: float) -> None:
+    def on_tokens(self, first_index: int, count: int, now: float) -> None:
         """Record that ``count`` tokens from ``first_index`` on have just arrived."""
         if self.token_0 is None and count and first_index == 0:
             self.token_0 = now

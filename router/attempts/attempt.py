@@ -24,7 +24,7 @@ from router.attempts.leg_outcome import Failure, LegReport, PostponedFailure, de
 from router.attempts.leg_requests import AttemptTask, check_output, error_of, leg_request, transfers_of
 from router.routing.legs import Result
 from router.tokens.delivery import AttemptOutput, TokenBatch
-from router.tokens.inbox import Event, Take
+from router.tokens.inbox import Consume, Event
 from router.workers.attached_worker import AttachedWorker
 from router.workers.capacity import CreditHold
 from wire.tokens import output_from_proto
@@ -114,13 +114,13 @@ class Attempt:
         is_decoding = self.legs.is_open(leg) and leg.has_emitted and self.legs.is_needed(leg)
         return leg.worker is worker and is_decoding and leg.kind.result is Result.TOKENS
 
-    def next(self, take: Take[TokenBatch] | None = None) -> Coroutine[Any, Any, TokenBatch]:
+    def next(self, consume: Consume[TokenBatch] | None = None) -> Coroutine[Any, Any, TokenBatch]:
         """Return the next tokens. Raises the error that ended a leg (``failure`` then names the failed workers).
 
-        WorkerLostError, the worker's own error; CancelledError when too many bytes are unread; DeadlineError. take: takes
-        tokens that arrive while the caller waits.
+        WorkerLostError, the worker's own error; CancelledError when too many bytes are unread; DeadlineError.
+        consume: gets tokens that arrive while the caller waits.
         """
-        return self.output.next(take)
+        return self.output.next(consume)
 
     def settle(self) -> None:
         """Release the workers. Does nothing the second time."""

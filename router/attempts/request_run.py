@@ -33,7 +33,7 @@ from router.intake.request import EmbeddingRequest, GenerationRequest
 from router.routing.legs import CONTINUATION, LEG_KINDS, LegKind
 from router.routing.policy import PlacementRequest
 from router.tokens.delivery import AttemptOutput, TokenBatch
-from router.tokens.inbox import Take, UnreadAccount, UnreadBytes
+from router.tokens.inbox import Consume, UnreadAccount, UnreadBytes
 from router.workers.attached_worker import AttachedWorker
 
 _NO_TURN = nullcontext(frozenset[str]())
@@ -128,13 +128,13 @@ class RequestRun:
         attempt = self.current.attempt
         return attempt is not None and attempt.leave(worker, error, only_unstarted=only_unstarted)
 
-    async def next(self, take: Take[TokenBatch] | None = None) -> TokenBatch:
+    async def next(self, consume: Consume[TokenBatch] | None = None) -> TokenBatch:
         """Return the next tokens, of whichever attempt emits them. Raises the error that no further attempt can cure.
 
         The first attempts of all choices of a prompt begin together, as far as their client may. Raises DeadlineError if
         the deadline passes before an attempt begins.
 
-        take: takes tokens in the turn of the event loop in which they arrive, while the caller waits. They are not returned.
+        consume: gets tokens in the turn of the event loop in which they arrive, while the caller waits.
         """
         while True:
             if (attempt := self.current.attempt) is None:
@@ -153,7 +153,7 @@ class RequestRun:
                 attempt = self.current.attempt
                 assert attempt is not None, "one choice always begins"
             try:
-                return await attempt.next(take)
+                return await attempt.next(consume)
             except KvbatonError as error:
                 attempt = self.current.attempt or attempt  # the answer may have been moved meanwhile
                 self.current.close()

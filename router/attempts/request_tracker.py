@@ -68,18 +68,18 @@ class TrackedRequest:
 
     def on_queued(self) -> None:
         """Record that it waits for workers, for the first time or again."""
-        self._stopwatch.queued(time.monotonic())
+        self._stopwatch.on_queued(time.monotonic())
         self._enter(self, RequestState.WAITING_FOR_WORKERS)
 
     def on_bound(self) -> None:
         """Record that its workers are chosen."""
-        self._stopwatch.bound(time.monotonic())
+        self._stopwatch.on_bound(time.monotonic())
         has_begun = self._last_arrival is not None
         self._enter(self, RequestState.STREAMING if has_begun else RequestState.WAITING_FOR_FIRST_TOKEN)
 
     def on_replayed(self, error: KvbatonError, num_tokens: int) -> None:
         """Record that an attempt has failed, and that another one continues after the delivered tokens."""
-        self._metrics.replays.replayed(error.kind)
+        self._metrics.replays.on_replayed(error.kind)
         logger.warning(
             "%s continues at token %d on other workers: %s",
             *(self.request.request_id, num_tokens, error.message),
@@ -87,7 +87,7 @@ class TrackedRequest:
 
     def on_recomputed(self, num_tokens: int, local: str | None) -> None:
         """Record that a prompt of so many tokens is computed again, or (``local``) by this decode worker itself."""
-        self._metrics.replays.recomputed(num_tokens, is_local=local is not None)
+        self._metrics.replays.on_recomputed(num_tokens, is_local=local is not None)
         if local is not None:
             logger.warning("%s: decode worker %s computes the prompt itself", self.request.request_id, local)
 
@@ -98,7 +98,7 @@ class TrackedRequest:
         if not delta.tokens:
             return
         if self._stopwatch.token_1 is None:
-            self._stopwatch.tokens(delta.tokens[0].index, len(delta.tokens), now)
+            self._stopwatch.on_tokens(delta.tokens[0].index, len(delta.tokens), now)
         if self._last_arrival is None:
             self._metrics.first_token(now - self._stopwatch.arrival)
         else:
@@ -115,7 +115,7 @@ class TrackedRequest:
         self._stopwatch.transfer = report.transfer
         delta.usage = usage
         delta.timings = self._stopwatch.split(time.monotonic())
-        self._metrics.succeeded(reason, usage, delta.timings, self.request.tenant)
+        self._metrics.on_success(reason, usage, delta.timings, self.request.tenant)
         self._enter(self, RequestState.FINISHED)
 
 
@@ -176,9 +176,9 @@ class RequestTracker:
             error = error or GeneratorExit("its reader has left it")
             is_stopped = _went_away(error) and (tracked.is_background or self._is_ending)
             if is_stopped:
-                self._metrics.stopped(is_background=tracked.is_background)
+                self._metrics.on_stop(is_background=tracked.is_background)
             else:
-                self._metrics.failed(_kind_of(error))
+                self._metrics.on_failure(_kind_of(error))
             kind = STOPPED if is_stopped else _kind_of(error).value
             # once for all prompts of a client's request, which end one after the other
             name = tracked.request.family or tracked.request.request_id
@@ -207,7 +207,7 @@ class RequestTracker:
         try:
             self.admission.check(request.tenant, num_more)
         except KvbatonError as error:
-            self._metrics.failed(error.kind)
+            self._metrics.on_failure(error.kind)
             raise
 
     @property

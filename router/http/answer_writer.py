@@ -69,7 +69,7 @@ class AnswerWriter:
                     async for delta in deltas:
                         if chunks := exchange.formatter.chunks(delta):
                             await stream.send(chunks)
-                    await stream.done()
+                    await stream.end()
             del request[STREAM]  # a cycle of references would wait for the search for garbage
             return stream.response
 

@@ -82,7 +82,7 @@ class EventStream:
         """Write chunks. Raises CancelledError when the client has read nothing for too long."""
         await self._write(self._events(chunks))
 
-    async def done(self) -> None:
+    async def end(self) -> None:
         """Write ``[DONE]`` and end the response. Raises CancelledError as ``send`` does."""
         await self._write(b"data: [DONE]\n\n", is_last=True)
 
@@ -142,7 +142,7 @@ class NamedEventStream(EventStream):
         super().__init__(request, headers, stall_seconds, **options)
         self._failed = failed
 
-    async def done(self) -> None:
+    async def end(self) -> None:
         """End the response. Raises CancelledError as ``send`` does."""
         await self._write(b"", is_last=True)
 

@@ -67,7 +67,7 @@ class ModelSource:
             )
         return card
 
-    async def settled(self) -> None:
+    async def wait_settled(self) -> None:
         """Wait while a worker is sending its model, so that requests that arrive meanwhile are not rejected."""
         if self._settling:
             await self._settling.wait()

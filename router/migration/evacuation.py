@@ -119,12 +119,12 @@ class Evacuation:
             )
             self._changes.notify()
         if taken.role != worker.role:
-            self._registry.take_role(worker, Role(taken.role))
-            self._metrics.flipped(taken.role)
+            self._registry.set_role(worker, Role(taken.role))
+            self._metrics.on_flip(taken.role)
 
     def on_worker_gone(self, worker: AttachedWorker) -> None:
         """End the drain of a worker that is detached, if one is on."""
-        self._standing.detached(worker)
+        self._standing.on_detach(worker)
         self._end(worker, "lost")
 
     def move_legs(self, worker: AttachedWorker, why: str) -> None:
@@ -182,4 +182,4 @@ class Evacuation:
                 self._record(drain, result)
 
     def _record(self, drain: _Drain, result: str) -> None:
-        self._metrics.ended(result, self._clock() - drain.began)
+        self._metrics.on_end(result, self._clock() - drain.began)

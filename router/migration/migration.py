@@ -97,7 +97,7 @@ class Migration:
         target = self._attempt.legs.last.worker
         return (target.latency.num_steps, target.orders.counts.carried_out) if self.is_handed_off else None
 
-    def refused(self, error: KvbatonError) -> None:
+    def on_refused(self, error: KvbatonError) -> None:
         """Process that the source lends nothing, as if it had not been asked: it continues, or has ended the answer."""
         self._attempt.legs.last.may_be_lent_to(self.order.attempt)
         self._run.current.return_number(self.order.next_attempt)
@@ -159,7 +159,7 @@ class Migration:
     def on_target_began(self, timings: RequestTimings | None) -> None:
         """See ``RunMigration``."""
         target = self._attempt.legs.last.worker
-        self.record.continued(time.monotonic(), target.latency.num_steps, timings)
+        self.record.on_continued(time.monotonic(), target.latency.num_steps, timings)
         self._enter(MigrationState.MOVED)
 
     def on_target_failed(self, failure: Failure) -> bool:

@@ -108,7 +108,7 @@ class Migrator:
         An answer that cannot be moved stays as it is. Cancel the task to give the move up.
         """
         with source.capacity.former.moving():
-            return await _counted(self._metrics, source, self._move(run, source))
+            return await _count_end(self._metrics, source, self._move(run, source))
 
     async def move_all(self, source: AttachedWorker, runs: Iterable[RequestRun]) -> Counter[MigrationState]:
         """Move all answers of ``runs`` that can be moved away from a worker; return how many moves had which result.
@@ -126,7 +126,7 @@ class Migrator:
             async with asyncio.TaskGroup() as group:
 
                 async def move_next(run: RequestRun) -> None:
-                    work.done(run, await _counted(self._metrics, source, self._move(run, source)))
+                    work.on_end(run, await _count_end(self._metrics, source, self._move(run, source)))
                     begin()
 
                 def begin() -> None:
@@ -172,7 +172,7 @@ class Migrator:
                 await _order(migration, source, partial(self._until_stopped, migration, source))
             except KvbatonError as error:
                 logger.info("%s stays on worker %s: %s", request_id, source.name, error.message)
-                migration.refused(error)
+                migration.on_refused(error)
                 return migration.state
             if migration.failed:
                 await self._try_second(migration, migration.failed, run, source)
@@ -232,13 +232,13 @@ class Migrator:
         return never_moved_to(self._registry.views, source.name, sources, frozenset(blocked))
 
 
-async def _counted(
+async def _count_end(
     metrics: MigrationMetrics, source: AttachedWorker, moving: Awaitable[MigrationState]
 ) -> MigrationState:
     """Wait for the end of a move away from a worker, and count it."""
     reason = "drain" if source.capacity.credit.is_draining else "flip"
     result = await moving
-    metrics.ended(result.value, reason)
+    metrics.on_end(result.value, reason)
     return result
 
 
@@ -291,7 +291,7 @@ class _Work:
                 return run
         return None
 
-    def done(self, run: RequestRun, result: MigrationState) -> None:
+    def on_end(self, run: RequestRun, result: MigrationState) -> None:
         """Record that a move is over."""
         del self.moving[run]
         self.results[result] += 1

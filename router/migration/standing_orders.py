@@ -44,11 +44,11 @@ class StandingOrders:
         self._drained_by: dict[str, str] = {}
         self._former: OrderedDict[str, _Former] = OrderedDict()
 
-    def drained(self, worker: AttachedWorker, by: str) -> None:
+    def on_drain(self, worker: AttachedWorker, by: str) -> None:
         """Record who drains a worker."""
         self._drained_by[worker.name] = by
 
-    def undrained(self, worker: AttachedWorker) -> None:
+    def on_undrain(self, worker: AttachedWorker) -> None:
         """Record that a worker is to serve again."""
         self._drained_by.pop(worker.name, None)
 
@@ -56,7 +56,7 @@ class StandingOrders:
         """Return who drains a worker; None if it does not drain, or that was not ordered here."""
         return self._drained_by.get(worker.name) if worker.capacity.credit.is_draining else None
 
-    def detached(self, worker: AttachedWorker) -> None:
+    def on_detach(self, worker: AttachedWorker) -> None:
         """Remember a worker whose stream has ended."""
         by = self._drained_by.get(worker.name)
         self._former[worker.name] = _Former(
@@ -79,7 +79,7 @@ class StandingOrders:
         if former.has_left:
             self._forget(worker, former)
             return
-        if former.role is not worker.role and not self._take_role(worker, former, missing_with):
+        if former.role is not worker.role and not self._restore_role(worker, former, missing_with):
             return
         del self._former[worker.name]
         if former.is_cordoned:
@@ -90,7 +90,7 @@ class StandingOrders:
         else:
             self._drained_by.pop(worker.name, None)
 
-    def _take_role(
+    def _restore_role(
         self,
         worker: AttachedWorker,
         former: _Former,

@@ -160,7 +160,7 @@ class Placement(msgspec.Struct, frozen=True):
         return next((leg.worker for leg in self.legs if leg.kind == kind), None)
 
 
-def placed(*legs: tuple[str, str], num_delivered: int = 0) -> Placement:
+def place_legs(*legs: tuple[str, str], num_delivered: int = 0) -> Placement:
     """Place legs, each a kind and a worker id, for an answer of which ``num_delivered`` tokens were delivered."""
     plans = [
         LegPlan(kind, worker, num_delivered + LEG_KINDS[kind].num_tokens_before) for kind, worker in legs

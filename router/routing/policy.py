@@ -2,7 +2,7 @@
 
 A request goes to one worker for each leg of its plan, or to one worker that has all roles if that one has less to do. Of
 the candidates for a leg the least loaded one is chosen; equally loaded ones take turns. A worker has room as long as its
-credit, which it reports itself, is not used up. A request is never placed where it does not fit.
+credit, which it reports itself, is not used up. A request is never place_legs where it does not fit.
 
 A decision looks at the workers of a role in the order of their load, until one has room. What a request fits is decided for
 each size of worker, and not for each worker.
@@ -17,7 +17,7 @@ import msgspec
 
 from contract.identity import Role
 from contract.membership import Credit
-from router.routing.legs import GENERATION, Placement, RequestPlan, placed
+from router.routing.legs import GENERATION, Placement, RequestPlan, place_legs
 from router.routing.views import RankedView, WorkerSize, WorkerView, WorkerViews, is_full, longest
 
 
@@ -57,7 +57,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     they are chosen only if no other worker has their role, even if none has room. too_small: workers that rejected the
     request because of its length, and others that must not be chosen. full: workers that count as full. is_replay: an
     earlier attempt was begun. is_local: the plan's fallback is required, because handing over KV has failed again and
-    again. may_overdraw: it is so short that it is placed although all tokens of a worker are promised.
+    again. may_overdraw: it is so short that it is place_legs although all tokens of a worker are promised.
     """
 
     num_prompt_tokens: int
@@ -126,11 +126,11 @@ def place(
                 break
     if chosen and not (alone and _is_less_busy(alone, chosen, plan, request)):
         legs = [(kind, worker.worker_id) for (kind, _), worker in zip(plan.legs, chosen, strict=True)]
-        return placed(*legs, num_delivered=request.num_delivered)
+        return place_legs(*legs, num_delivered=request.num_delivered)
     if alone:
-        return placed((plan.alone, alone.worker_id), num_delivered=request.num_delivered)
+        return place_legs((plan.alone, alone.worker_id), num_delivered=request.num_delivered)
     if unreached := _unreached(choice, turn, unreachable):
-        return placed((plan.alone, unreached.worker_id), num_delivered=request.num_delivered)
+        return place_legs((plan.alone, unreached.worker_id), num_delivered=request.num_delivered)
     return None
 
 
@@ -207,7 +207,7 @@ def why_too_long(workers: WorkerViews, request: PlacementRequest) -> str:
 
 
 def missing_role(workers: Iterable[WorkerSize], plan: RequestPlan = GENERATION) -> str | None:
-    """Describe the roles that no worker has; return None if a request of this plan can be placed sooner or later."""
+    """Describe the roles that no worker has; return None if a request of this plan can be place_legs sooner or later."""
     roles = {worker.role for worker in workers if worker.has_credit}
     if Role.AGGREGATED in roles or roles.issuperset(plan.roles):
         return None

@@ -143,7 +143,7 @@ class WorkerViews:
         """Add a worker, or replace its view. It keeps its place among equally loaded ones."""
         size = view.size
         if former := self._ranked.get(view.worker_id):
-            self._take_out(former)
+            self._remove(former)
             number = former.number
         else:
             self._num_added += 1
@@ -162,7 +162,7 @@ class WorkerViews:
     def remove(self, worker_id: str) -> None:
         """Remove a worker, if it is here."""
         if former := self._ranked.pop(worker_id, None):
-            self._take_out(former)
+            self._remove(former)
             self._resize(worker_id, None, former)
             self.unsettled -= {worker_id}
 
@@ -193,7 +193,7 @@ class WorkerViews:
         for sizes, members in self._members.items():
             assert members == {each.view.worker_id for each in self._ranked.values() if each.size in sizes}
 
-    def _take_out(self, former: RankedView) -> None:
+    def _remove(self, former: RankedView) -> None:
         of_role = self._by_role[former.view.role]
         del of_role[bisect_left(of_role, former)]
         if former.view.role is not Role.PREFILL:

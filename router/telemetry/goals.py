@@ -33,7 +33,7 @@ class GoalCounts(Collector):
         self._counts = [0] * (len(SLOS) * len(_RESULTS))
         registry.register(self)
 
-    def answered(self, ttft: float, itl: float | None) -> None:
+    def on_answer(self, ttft: float, itl: float | None) -> None:
         """Count a complete answer. itl: None if it has one token."""
         goals = self.goals
         counts = self._counts
@@ -45,7 +45,7 @@ class GoalCounts(Collector):
             counts[2 + has_missed_next] += 1
         counts[4 + (has_missed_first or has_missed_next)] += 1
 
-    def failed(self) -> None:
+    def on_failure(self) -> None:
         """Count a request that has failed by no fault of its client: it has missed all goals."""
         for missed in (1, 3, 5):
             self._counts[missed] += 1

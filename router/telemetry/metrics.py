@@ -177,19 +177,19 @@ class RequestMetrics:
             reason: self._success.labels(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)
         }
 
-    def succeeded(self, reason: FinishReason, usage: Usage, timings: Timings, tenant: str) -> None:
+    def on_success(self, reason: FinishReason, usage: Usage, timings: Timings, tenant: str) -> None:
         """Count a request with a complete answer. tenant: of its API key; empty without one."""
         success = self._usual_success.get(reason) or self._success.labels(reason.value)
         success.inc()
         self.sizes.observe(usage, tenant)
         self.times.observe(timings, usage.num_completion_tokens)
 
-    def failed(self, kind: ErrorKind) -> None:
+    def on_failure(self, kind: ErrorKind) -> None:
         """Count a request that ended with an error; a client that disconnected counts as cancelled."""
         self._errors.labels(kind.value).inc()
         # the fault of a client is none of the service
         if kind not in _FAULTS_OF_CLIENTS:
-            self.times.goals.failed()
+            self.times.goals.on_failure()
 
     def totals(self) -> list[int]:
         """Return the numbers of requests with an answer, tokens, errors, replays, and prompts that were computed again."""
@@ -201,11 +201,11 @@ class RequestMetrics:
             self.replays.num_recomputed,
         ]
 
-    def stopped(self, *, is_background: bool) -> None:
+    def on_stop(self, *, is_background: bool) -> None:
         """Count a request that this router has ended, and not its client. is_background: it belongs to a batch."""
         self._errors.labels(STOPPED).inc()
         if not is_background:
-            self.times.goals.failed()
+            self.times.goals.on_failure()
 
 
 class Times:
@@ -225,7 +225,7 @@ class Times:
         """Record the phases of one request, whose answer has this many tokens."""
         first = timings.queue + timings.prefill
         itl = (timings.end_to_end - first) / (num_tokens - 1) if num_tokens > 1 else None
-        self.goals.answered(first, itl)
+        self.goals.on_answer(first, itl)
         self._e2e.observe(timings.end_to_end)
         self._queue.observe(timings.queue)
         self._prefill.observe(timings.prefill)
@@ -288,12 +288,12 @@ class DrainMetrics:
         self._seconds = _histogram(registry, "drain_seconds", _LONG)
         self._flips = new_counter(registry, "flips_total")
 
-    def ended(self, result: str, seconds: float) -> None:
+    def on_end(self, result: str, seconds: float) -> None:
         """Count a drain. result: empty, moved, undone or lost."""
         self._drains.labels(result).inc()
         self._seconds.observe(seconds)
 
-    def flipped(self, role: str) -> None:
+    def on_flip(self, role: str) -> None:
         """Count a worker that has taken this role."""
         self._flips.labels(role).inc()
 
@@ -306,7 +306,7 @@ class MigrationMetrics:
         self._pause = _histogram(registry, "migration_pause_seconds", _SHORT)
         self.recent = deque[MigrationRecord](maxlen=_NUM_RECENT_MOVES)
 
-    def ended(self, result: str, reason: str) -> None:
+    def on_end(self, result: str, reason: str) -> None:
         """Count a move. result: a ``MigrationState``. reason: drain or flip."""
         self._moves.labels(result, reason).inc()
 
@@ -330,11 +330,11 @@ class ScalingMetrics:
         self._restarts = _optional_gauge(registry, "autoscaler_restarts")
         self._refusals = new_counter(registry, "autoscaler_lease_refusals_total")
 
-    def decided(self, role: Role, decision: PoolScaling) -> None:
+    def on_decision(self, role: Role, decision: PoolScaling) -> None:
         """Count a decision for one pool."""
         self._decisions.labels(role.value, decision.direction.value, decision.reason.value).inc()
 
-    def refused(self) -> None:
+    def on_lease_refused(self) -> None:
         """Count a lease that another autoscaler has asked for in vain."""
         self._refusals.inc()
 

@@ -41,7 +41,7 @@ class MigrationRecord:
         # minus the count of now, so that only the difference to the later one remains
         self.num_steps = -num_steps_until_now
 
-    def continued(self, now: float, num_steps_until_now: int, timings: RequestTimings | None) -> None:
+    def on_continued(self, now: float, num_steps_until_now: int, timings: RequestTimings | None) -> None:
         """Record the first token of the last target. timings: as the target has measured them."""
         assert self.handed_off_at is not None, "the source has handed the answer off"
         self.pause_seconds = now - self.handed_off_at

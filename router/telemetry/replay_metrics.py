@@ -28,11 +28,11 @@ class ReplayMetrics:
         """The number of attempts that were replayed."""
         return sum_of(self._replays)
 
-    def replayed(self, kind: ErrorKind) -> None:
+    def on_replayed(self, kind: ErrorKind) -> None:
         """Count a failed attempt that another one follows."""
         self._replays.labels(kind.value).inc()
 
-    def recomputed(self, num_tokens: int, *, is_local: bool) -> None:
+    def on_recomputed(self, num_tokens: int, *, is_local: bool) -> None:
         """Count a prompt that is computed for a replay, or by a decode worker, and its tokens."""
         reason = "local" if is_local else "replay"
         self._prompts.labels(reason).inc()

@@ -8,7 +8,7 @@ import msgspec
 from contract.errors import KvbatonError
 from contract.outputs import EngineOutput, FinishReason, TokenLogprobs
 from protos import worker_pb2 as pb
-from router.tokens.inbox import Inbox, Take, UnreadAccount, size_of
+from router.tokens.inbox import Consume, Inbox, UnreadAccount, size_of
 
 
 class Token(msgspec.Struct):
@@ -150,9 +150,9 @@ class AttemptOutput:
         """Raise ``error`` at the client behind the tokens that it has not read."""
         self._inbox.put(error)
 
-    def next(self, take: Take[TokenBatch] | None) -> Coroutine[Any, Any, TokenBatch]:
-        """Return the next tokens that ``take`` does not take. Raises the error with which the attempt has failed."""
-        return self._inbox.get(take)
+    def next(self, consume: Consume[TokenBatch] | None) -> Coroutine[Any, Any, TokenBatch]:
+        """Return the next tokens that ``consume`` leaves. Raises the error with which the attempt has failed."""
+        return self._inbox.get(consume)
 
     def close(self) -> None:
         """Drop what the client has not read."""

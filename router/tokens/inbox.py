@@ -10,8 +10,8 @@ from protos import worker_pb2 as pb
 
 Event = pb.TokenEntry | KvbatonError
 Item = TypeVar("Item")
-Take = Callable[[Item], bool]
-"""Takes an item in the turn of the event loop in which it arrives; returns False to leave it to the waiting reader.
+Consume = Callable[[Item], bool]
+"""Consumes an item in the turn of the event loop in which it arrives; returns False to leave it to the waiting reader.
 
 It is the one callback on a token's way out. A worker's stream calls ``Attempt._receive`` for each entry; the tokens that
 are due (``AttemptOutput.release``) are offered to the callback of the waiting reader, which makes a delta of them and writes
@@ -127,19 +127,19 @@ class Inbox(Generic[Item]):
         self.on_overflow = on_overflow
         self._items: deque[tuple[Item | KvbatonError, int]] = deque()
         self._arrival: asyncio.Future[None] | None = None
-        self._take: Take[Item] | None = None
+        self._consume: Consume[Item] | None = None
         self.is_overfull = False
         account.end_with(self._overflow)
 
     def offer(self, item: Item) -> bool:
-        """Return True if the waiting reader has taken an item at once. It fails with the error that this has raised.
+        """Return True if the waiting reader has consumed an item at once. It fails with the error that this has raised.
 
         A reader waits only while nothing is unread.
         """
-        if self._take is None or self._arrival is None or self._arrival.done():
+        if self._consume is None or self._arrival is None or self._arrival.done():
             return False
         try:
-            return self._take(item)
+            return self._consume(item)
         except Exception as error:  # noqa: BLE001 - the reader raises it
             self._arrival.set_exception(error)
             return True
@@ -154,12 +154,12 @@ class Inbox(Generic[Item]):
         if self._num_bytes > self._max_bytes and not self.is_overfull:
             self._overflow(_too_slow(f"more than {self._max_bytes} bytes wait for it"))
 
-    async def get(self, take: Take[Item] | None = None) -> Item:
+    async def get(self, consume: Consume[Item] | None = None) -> Item:
         """Return the oldest unread item, or raise it if it is an error.
 
-        take: is called with the items that arrive while the caller waits. Those that it takes are not returned.
+        consume: is called with the items that arrive while the caller waits. Those that it consumes are not returned.
         """
-        self._take = take
+        self._consume = consume
         while not self._items:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
@@ -172,7 +172,7 @@ class Inbox(Generic[Item]):
 
     def close(self) -> None:
         """Drop what is unread: the client does not read any more."""
-        self._take = None
+        self._consume = None
         self.on_overflow = _do_nothing  # a cycle of references would wait for the search for garbage
         self._account.forget(self._overflow)
         self._drop()

@@ -82,7 +82,7 @@ class WorkerCapacity:
         self.on_change(False)
         return CreditHold(self, self.held, tenant, num_tokens)
 
-    def take_role(self, held: Held | None) -> None:
+    def set_role(self, held: Held | None) -> None:
         """Count legs of a new role, which has no credit until the worker sends it. held: see above."""
         # they run to their end, and the worker gets a report when the last one is over
         self.former.num_legs += self.num_requests

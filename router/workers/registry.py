@@ -134,17 +134,17 @@ class Registry:
         self.embeds_only = new.embeds_only
         self._workers[new.worker_id] = worker
         self._stale[new.worker_id] = worker
-        worker.registration = structs.replace(new, num_restarts=self.memory.attached(new))
+        worker.registration = structs.replace(new, num_restarts=self.memory.on_attach(new))
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
         self._changes.notify()
 
-    def take_role(self, worker: AttachedWorker, role: Role) -> None:
+    def set_role(self, worker: AttachedWorker, role: Role) -> None:
         """Record that a worker has taken another role, in which it has no leg yet."""
         if role is worker.role:
             return
         logger.info("worker %s was %s and is %s now", worker.name, worker.role.value, role.value)
         worker.registration = structs.replace(worker.registration, role=role.value)
-        worker.capacity.take_role(None if role is Role.PREFILL else self.held)
+        worker.capacity.set_role(None if role is Role.PREFILL else self.held)
         self._changes.notify()
 
     def missing_with(self, worker: AttachedWorker, role: Role) -> frozenset[Role]:
@@ -170,7 +170,7 @@ class Registry:
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
             self._forget_view(worker.name)
-            self.memory.detached(worker.name, worker.view().size)
+            self.memory.on_detach(worker.name, worker.view().size)
             if worker.is_leaving:
                 logger.info("worker %s has left", worker.name)
             else:
@@ -253,7 +253,7 @@ class WorkerMemory:
         self.restarts: Counter[str] = Counter()
         """The restarts that this router has seen, by the role of the worker."""
 
-    def attached(self, registration: Registration) -> int:
+    def on_attach(self, registration: Registration) -> int:
         """Record a process that attaches; return how often this worker was started again, as far as it was reported.
 
         A process with another boot id is a restart. A supervisor may have restarted it several times since, because it ended
@@ -273,7 +273,7 @@ class WorkerMemory:
         self._gone.pop(registration.worker_id, None)
         return num_restarts
 
-    def detached(self, worker_id: str, size: WorkerSize) -> None:
+    def on_detach(self, worker_id: str, size: WorkerSize) -> None:
         """Remember the size of a worker for a while."""
         self._gone[worker_id] = self._clock() + self._seconds, size
 

@@ -297,7 +297,7 @@ async def test_a_worker_takes_the_role_of_the_pool_that_needs_it_and_no_device_i
         await service.ask(10)
         between = await service.decide()
         assert not between.orders
-        worker.stream.take_role("prefill", order.role_change.epoch)
+        worker.stream.set_role("prefill", order.role_change.epoch)
         worker.stream.grant(pb.Credit(max_requests=256, max_tokens=2**20, number=3))
         await cluster.until(lambda state: [each["role"] for each in state["workers"]].count("prefill") == 2)
         await cluster.until(lambda state: all(each["max_requests"] for each in state["workers"]))

@@ -317,7 +317,7 @@ async def test_a_worker_takes_another_role() -> None:
         running = asyncio.create_task(kvbaton("workers", "flip", "decode-1", "prefill", *admin(cluster)))
         order = await obey(worker, pb.Credit(number=2))
         assert order.role_change.role == "prefill"
-        worker.stream.take_role("prefill", order.role_change.epoch)
+        worker.stream.set_role("prefill", order.role_change.epoch)
         worker.stream.grant(FULL)
         code, output, _ = await running
         assert (code, output) == (0, "decode-1 (prefill) is serving\n")

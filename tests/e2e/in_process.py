@@ -16,7 +16,7 @@ from roles.table import ROLES, STAGES
 from router.service import RouterService
 from router.settings import RouterSettings
 from worker.registration import WorkerIdentity
-from worker.service import exposed
+from worker.service import open_ports
 from worker.settings import WorkerSettings
 from worker.worker import Worker
 
@@ -97,7 +97,7 @@ async def _start_worker(stack: AsyncExitStack, role: Role, settings: WorkerSetti
     )
     stack.push_async_callback(engine.shutdown)
     worker = Worker(identity, ROLES, settings, engine)
-    addresses = await stack.enter_async_context(exposed(worker, settings))
+    addresses = await stack.enter_async_context(open_ports(worker, settings))
     run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
     stack.push_async_callback(asyncio.wait, [run])
     stack.callback(run.cancel)

@@ -221,7 +221,7 @@ class FlipExplorer:
 
     def _take(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
         order = order_of(world.workers[index])
-        worker = _changed(world.workers[index], lambda one: one.take_role(Role(order.role), order.epoch))
+        worker = _changed(world.workers[index], lambda one: one.set_role(Role(order.role), order.epoch))
         world = sent(world, index, worker._replace(order=None, num_drains=0), has_role=True)
         roles = [one.role for one in world.workers]
         if self.scenario.keeps_roles and missing_roles(roles, embeds_only=False):

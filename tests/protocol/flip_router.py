@@ -32,7 +32,7 @@ def received(seen: Seen, message: Role | Credit) -> Seen:
     """Return a worker as a router has received it, after one more message."""
     capacity = attached("worker", seen).capacity
     if isinstance(message, Role):
-        capacity.take_role(None)
+        capacity.set_role(None)
         return Seen(message, capacity.credit, capacity.num_roles, seen.needs_role)
     capacity.grant(message)
     return seen._replace(credit=message)
@@ -126,7 +126,7 @@ def _answer(held: tuple[int, ...], num_roles: int, num_moves: int) -> int:
         for _ in range(held.count(count)):
             capacity.hold("client", 1)
         if count < num_roles:
-            capacity.take_role(None)
+            capacity.set_role(None)
     capacity.former.num_moves = num_moves
     return capacity.use().num_former
 

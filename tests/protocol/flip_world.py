@@ -189,8 +189,8 @@ def _first(scenario: FlipScenario, number: int) -> Request:
 def lifecycle_of(worker: Worker) -> Lifecycle:
     """Return production's record of a worker. The epoch of a role counts the roles before it."""
     lifecycle = Lifecycle(worker.former_role, ROLES)
-    lifecycle.attached()
-    lifecycle.take_role(worker.role, worker.num_roles - 1)
+    lifecycle.on_attach()
+    lifecycle.set_role(worker.role, worker.num_roles - 1)
     if worker.is_draining:
         lifecycle.drain()
     lifecycle.num_drains = worker.num_drains

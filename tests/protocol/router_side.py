@@ -4,7 +4,7 @@ from contract.errors import TRANSFER_KINDS, ErrorKind, error_from_kind
 from contract.identity import Role
 from contract.outputs import FinishReason
 from router.attempts.failures import CURABLE, MAX_TRANSFER_FAILURES
-from router.routing.legs import AGGREGATED, CONTINUATION, PREFILL, Placement, placed
+from router.routing.legs import AGGREGATED, CONTINUATION, PREFILL, Placement, place_legs
 from router.routing.policy import PlacementRequest, missing_role, place
 from router.routing.views import WorkerView, WorkerViews
 from router.tokens.delivery import Delivery, Token
@@ -286,7 +286,7 @@ class RouterSide:
 
     def _first_placement(self, request: RouterRequest) -> Placement | None:
         """Return where an answer begins that may be moved later."""
-        return placed((AGGREGATED, f"P{request.number % self.scenario.num_prefill}"))
+        return place_legs((AGGREGATED, f"P{request.number % self.scenario.num_prefill}"))
 
     def _views(self) -> WorkerViews:
         return WorkerViews.of(self._view(worker) for worker in sorted(self.workers))

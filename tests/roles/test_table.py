@@ -21,7 +21,7 @@ def test_the_table_has_every_role_that_a_worker_may_have() -> None:
 def test_a_flip_finds_the_rules_of_the_other_role(former: Role, new: Role) -> None:
     """Until the worker is settled it serves what either role serves, and then what the new one does."""
     lifecycle = Lifecycle(former, ROLES)
-    lifecycle.take_role(new, 1)
+    lifecycle.set_role(new, 1)
     assert lifecycle.rules is ROLES[new]
     both = ROLES[new].calls.keys() | (ROLES[former].calls.keys() if former is not new else set())
     assert {call for call in LegCall if lifecycle.reader_of(call)} == both

@@ -87,7 +87,7 @@ def send_hostile(rng: random.Random, worker: ScriptedWorker) -> None:
             stream.send(load=filled(rng, pb.Load()))
         case _:
             taken = filled(rng, pb.RoleTaken(role=rng.choice([*PAIR, Role.AGGREGATED]).value))
-            stream.take_role(taken.role, taken.epoch)
+            stream.set_role(taken.role, taken.epoch)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -192,11 +192,11 @@ async def test_a_cancelled_reader_takes_nothing() -> None:
     inbox: Inbox[int] = Inbox(_account(), 1000, lambda: None)
     got: list[int] = []
 
-    def take(item: int) -> bool:
+    def consume(item: int) -> bool:
         got.append(item)
         return True
 
-    reading = asyncio.create_task(inbox.get(take))
+    reading = asyncio.create_task(inbox.get(consume))
     await asyncio.sleep(0)
     reading.cancel()
     assert not inbox.offer(1)

@@ -20,7 +20,7 @@ from router.attempts.current_attempt import CurrentAttempt
 from router.attempts.leg_outcome import LegReport
 from router.attempts.leg_requests import AttemptTask
 from router.intake.prepared_request import PreparedRequest
-from router.routing.legs import DECODE, LEG_KINDS, PREFILL, LegPlan, placed
+from router.routing.legs import DECODE, LEG_KINDS, PREFILL, LegPlan, place_legs
 from router.routing.policy import PlacementRequest
 from router.routing.running_shares import Held
 from router.tokens.delivery import AttemptOutput
@@ -43,7 +43,7 @@ def attached(role: Role) -> AttachedWorker:
 
 
 def reservation_on(*workers: AttachedWorker) -> Reservation:
-    placement = placed(*zip((PREFILL, DECODE), (worker.name for worker in workers), strict=True))
+    placement = place_legs(*zip((PREFILL, DECODE), (worker.name for worker in workers), strict=True))
     start = StartLimiter(lambda: None).start("", is_alone=True)
     return Reservation(
         placement, workers, PlacementRequest(num_prompt_tokens=1, num_answer_tokens=5), "", start

@@ -24,10 +24,10 @@ def value(registry: CollectorRegistry, slo: str, result: str) -> float | None:
 
 def test_a_request_meets_a_goal_that_it_does_not_exceed() -> None:
     registry, counts = counted()
-    counts.answered(1.0, 0.1)
-    counts.answered(1.1, 0.1)
-    counts.answered(0.5, 0.2)
-    counts.answered(0.5, None)  # one token: it has no gap
+    counts.on_answer(1.0, 0.1)
+    counts.on_answer(1.1, 0.1)
+    counts.on_answer(0.5, 0.2)
+    counts.on_answer(0.5, None)  # one token: it has no gap
     assert (value(registry, "ttft", "met"), value(registry, "ttft", "missed")) == (3, 1)
     assert (value(registry, "itl", "met"), value(registry, "itl", "missed")) == (2, 1)
     assert (value(registry, "all", "met"), value(registry, "all", "missed")) == (2, 2)
@@ -51,7 +51,7 @@ def test_without_a_request_there_is_no_attainment() -> None:
 )
 def test_a_failure_misses_all_goals_unless_the_client_caused_it(kind: ErrorKind, missed: int) -> None:
     metrics = RouterMetrics(GOALS)
-    metrics.requests.failed(kind)
+    metrics.requests.on_failure(kind)
     assert metrics.requests.times.goals.counts() == [0, missed] * 3
 
 

@@ -11,7 +11,7 @@ TIMINGS = RequestTimings(
 def a_record() -> MigrationRecord:
     record = MigrationRecord("one", 2, "decode-0", ordered_at=5.0, handed_off_at=5.25)
     record.target_chosen("decode-1", 7)
-    record.continued(6.0, 10, TIMINGS)
+    record.on_continued(6.0, 10, TIMINGS)
     return record
 
 

@@ -13,7 +13,7 @@ from router.routing.legs import (
     RECOMPUTE,
     LegPlan,
     Placement,
-    placed,
+    place_legs,
 )
 from router.routing.policy import PlacementRequest, missing_role, place
 from router.routing.views import WorkerView, WorkerViews
@@ -40,13 +40,13 @@ def chosen(workers: list[WorkerView], wish: PlacementRequest = WISH, turn: int =
 
 
 def test_the_pair_goes_before_both_unless_both_have_less_to_do() -> None:
-    assert chosen([worker(B, 0), worker(P, 0), worker(D, 0)]) == placed(
+    assert chosen([worker(B, 0), worker(P, 0), worker(D, 0)]) == place_legs(
         (PREFILL, "prefill-0"), (DECODE, "decode-0")
     )
-    assert chosen([worker(B, 0, tokens=9), worker(P, 0, tokens=10), worker(D, 0)]) == placed(
+    assert chosen([worker(B, 0, tokens=9), worker(P, 0, tokens=10), worker(D, 0)]) == place_legs(
         (AGGREGATED, "both-0")
     )
-    assert chosen([worker(B, 0), worker(P, 0)]) == placed((AGGREGATED, "both-0"))
+    assert chosen([worker(B, 0), worker(P, 0)]) == place_legs((AGGREGATED, "both-0"))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_pair_goes_before_both_unless_both_have_less_to_do() -> None:
     ],
 )
 def test_the_least_loaded_worker_is_taken(workers: list[WorkerView], best: str) -> None:
-    assert [chosen(workers, turn=turn) for turn in range(3)] == [placed((AGGREGATED, best))] * 3
+    assert [chosen(workers, turn=turn) for turn in range(3)] == [place_legs((AGGREGATED, best))] * 3
 
 
 def test_equally_loaded_workers_take_turns() -> None:
@@ -87,15 +87,15 @@ def test_a_request_waits_until_the_credits_of_both_reach(
 ) -> None:
     """A prefill worker's queue must be below its limit, a decode leg must fit, unless its worker is idle."""
     assert chosen([prefill, decode]) == (
-        placed((PREFILL, "prefill-0"), (DECODE, "decode-0")) if has_room else None
+        place_legs((PREFILL, "prefill-0"), (DECODE, "decode-0")) if has_room else None
     )
 
 
 def test_a_replay_prefers_the_cache_and_avoids_failed_workers() -> None:
     workers = [worker(P, 0), worker(P, 1, tokens=50), worker(D, 0), worker(D, 1, tokens=50)]
     wish = replace(WISH, is_replay=True, prefer="prefill-1", avoid=frozenset({"decode-0"}))
-    assert chosen(workers, wish) == placed((PREFILL, "prefill-1"), (DECODE, "decode-1"))
-    assert chosen(workers[:3], replace(wish, avoid=frozenset({"decode-0", "prefill-1"}))) == placed(
+    assert chosen(workers, wish) == place_legs((PREFILL, "prefill-1"), (DECODE, "decode-1"))
+    assert chosen(workers[:3], replace(wish, avoid=frozenset({"decode-0", "prefill-1"}))) == place_legs(
         (PREFILL, "prefill-0"), (DECODE, "decode-0")
     )
 
@@ -103,12 +103,12 @@ def test_a_replay_prefers_the_cache_and_avoids_failed_workers() -> None:
 def test_a_replay_without_prefill_worker_is_computed_where_it_is_decoded() -> None:
     replay = replace(WISH, is_replay=True)
     assert chosen([worker(D, 0)]) is None
-    assert chosen([worker(D, 0)], replay) == placed((AGGREGATED, "decode-0"))
+    assert chosen([worker(D, 0)], replay) == place_legs((AGGREGATED, "decode-0"))
     assert chosen([worker(D, 0), worker(P, 0, tokens=100)], replay) is None
-    assert chosen([worker(D, 0), worker(P, 0)], replace(replay, is_local=True)) == placed(
+    assert chosen([worker(D, 0), worker(P, 0)], replace(replay, is_local=True)) == place_legs(
         (AGGREGATED, "decode-0")
     )
-    assert chosen([worker(D, 0, tokens=1), worker(B, 0)], replay) == placed((AGGREGATED, "both-0"))
+    assert chosen([worker(D, 0, tokens=1), worker(B, 0)], replay) == place_legs((AGGREGATED, "both-0"))
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,14 @@ def test_an_embedding_goes_to_a_prefill_worker_else_to_one_that_is_both() -> Non
     wish = replace(WISH, plan=EMBEDDING)
     busy = worker(P, 0, tokens=100)
     assert chosen([worker(D, 0)], wish) is None
-    assert chosen([worker(D, 0), worker(P, 0, tokens=5), worker(B, 0)], wish) == placed((EMBED, "prefill-0"))
-    assert chosen([busy, worker(B, 0)], wish) == placed((EMBED, "both-0"))
+    assert chosen([worker(D, 0), worker(P, 0, tokens=5), worker(B, 0)], wish) == place_legs(
+        (EMBED, "prefill-0")
+    )
+    assert chosen([busy, worker(B, 0)], wish) == place_legs((EMBED, "both-0"))
     assert chosen([busy, worker(D, 0)], wish) is None
     avoiding = replace(wish, is_replay=True, avoid=frozenset({"prefill-0"}))
-    assert chosen([worker(P, 0), worker(P, 1, tokens=50)], avoiding) == placed((EMBED, "prefill-1"))
-    assert chosen([worker(P, 0), worker(D, 0)], avoiding) == placed((EMBED, "prefill-0"))
+    assert chosen([worker(P, 0), worker(P, 1, tokens=50)], avoiding) == place_legs((EMBED, "prefill-1"))
+    assert chosen([worker(P, 0), worker(D, 0)], avoiding) == place_legs((EMBED, "prefill-0"))
 
 
 @pytest.mark.parametrize(

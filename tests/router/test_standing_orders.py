@@ -49,15 +49,15 @@ async def drain(cluster: Cluster, name: str, **query: str) -> None:
 async def flip(cluster: Cluster, name: str, role: Role) -> None:
     """Flip a worker, which takes the role."""
     ordering = asyncio.create_task(order(cluster, name, "flip", role=role.value, wait="20"))
-    await take_role(cluster.workers[name], role)
+    await set_role(cluster.workers[name], role)
     assert (await ordering)[0] == 200
 
 
-async def take_role(worker: ScriptedWorker, role: Role) -> None:
+async def set_role(worker: ScriptedWorker, role: Role) -> None:
     async with asyncio.timeout(20):
         sent = await obey(worker, pb.Credit(number=2))
     assert sent.role_change.role == role.value
-    worker.stream.take_role(role.value, sent.role_change.epoch)
+    worker.stream.set_role(role.value, sent.role_change.epoch)
     worker.stream.grant(pb.Credit(max_requests=64, max_tokens=2**20, number=3))
 
 
@@ -72,7 +72,7 @@ async def test_a_flip_outlives_the_death_of_the_worker(caplog: pytest.LogCapture
     async with running() as cluster:
         await flip(cluster, "prefill-1", D)
         worker = await started_again(cluster, "prefill-1", P)
-        await take_role(worker, D)
+        await set_role(worker, D)
         await cluster.until(lambda state: [one["role"] for one in state["workers"]].count("decode") == 2)
         assert "worker prefill-1 was decode before it was lost: it takes that role again" in caplog.text
         await started_again(cluster, "decode-0", D)

@@ -16,7 +16,7 @@ End = Callable[[EventStream], Awaitable[None]]
 
 async def done(stream: EventStream) -> None:
     with pytest.raises(CancelledError, match="has read nothing"):
-        await stream.done()
+        await stream.end()
 
 
 async def fail(stream: EventStream) -> None:
@@ -75,7 +75,7 @@ async def test_events_that_pass_aiohttps_writer_are_framed_as_its_own(version: s
             while not stream.has_room:
                 await asyncio.sleep(0)
         stream.send_now([{"n": 1}, {"n": 2}])
-        await stream.done()
+        await stream.end()
         return stream.response
 
     app = web.Application()

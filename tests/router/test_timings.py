@@ -36,13 +36,13 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
 ) -> None:
     watch = Stopwatch(arrival)
     watch.prefill_seconds, watch.engine_queue_seconds, watch.held_seconds = reported[0], *reported[3:]
-    for at, note in zip(sorted(marks), (watch.queued, watch.bound, watch.bound), strict=True):
+    for at, note in zip(sorted(marks), (watch.on_queued, watch.on_bound, watch.on_bound), strict=True):
         note(arrival + first * at)
     watch.transfer = TransferReport(reported[1], reported[2], 4096, 3, 0.75)
-    watch.tokens(0, 1, arrival + first)
+    watch.on_tokens(0, 1, arrival + first)
     finish = arrival + first
     if num_tokens > 1:
-        watch.tokens(1, num_tokens - 1, arrival + first + second)
+        watch.on_tokens(1, num_tokens - 1, arrival + first + second)
         finish = arrival + first + second + rest
     timings = watch.split(finish)
     parts = (timings.queue, timings.prefill, timings.transfer, timings.first_decode_step, timings.decode)
@@ -56,14 +56,14 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
 
 def split(num_tokens: int, prefill: float, exposed: float) -> Timings:
     watch = Stopwatch(10.0)
-    watch.queued(10.25)
-    watch.bound(10.375)
+    watch.on_queued(10.25)
+    watch.on_bound(10.375)
     watch.engine_queue_seconds = 0.125
     watch.held_seconds = prefill + 0.125 + 0.25
     watch.prefill_seconds, watch.transfer = prefill, TransferReport(exposed, 0.25, 4096, 3, 0.75)
-    watch.tokens(0, 1, 14.0)
+    watch.on_tokens(0, 1, 14.0)
     if num_tokens > 1:
-        watch.tokens(1, 1, 16.0)
+        watch.on_tokens(1, 1, 16.0)
     return watch.split(19.0)
 
 
@@ -116,18 +116,18 @@ def test_what_failed_before_the_first_token_counts_as_placement() -> None:
     """Another attempt is queued and bound again; after the first token a replay changes nothing of the way to it."""
     watch = Stopwatch(1.0)
     for now in (2.0, 3.0):
-        watch.queued(now)
-        watch.bound(now + 0.5)
-    watch.tokens(0, 1, 4.0)
-    watch.queued(5.0)
-    watch.bound(6.0)
+        watch.on_queued(now)
+        watch.on_bound(now + 0.5)
+    watch.on_tokens(0, 1, 4.0)
+    watch.on_queued(5.0)
+    watch.on_bound(6.0)
     found = watch.split(7.0)
     assert (found.intake, found.placement, found.messages) == (1.0, 1.5, 0.5)
 
 
 def test_tokens_that_come_in_one_piece() -> None:
     watch = Stopwatch(1.0)
-    watch.tokens(0, 4, 3.0)
+    watch.on_tokens(0, 4, 3.0)
     assert watch.split(3.0).end_to_end == 2.0
     assert (watch.token_0, watch.token_1) == (3.0, 3.0)
 

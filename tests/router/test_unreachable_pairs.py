@@ -11,7 +11,7 @@ from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
 from router.admission.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
-from router.routing.legs import AGGREGATED, DECODE, PREFILL, placed
+from router.routing.legs import AGGREGATED, DECODE, PREFILL, place_legs
 from router.routing.policy import PlacementRequest, place
 from router.routing.running_shares import Held
 from router.routing.views import WorkerView, WorkerViews
@@ -142,8 +142,10 @@ def test_no_unreachable_pair_is_ever_chosen_and_idle_workers_always_serve(
 def test_with_no_pair_left_the_decode_worker_is_alone() -> None:
     workers = [worker(P, 0), worker(D, 0)]
     severed = frozenset({("prefill-0", "decode-0")})
-    assert place(WorkerViews.of(workers), WISH, 0, severed) == placed((AGGREGATED, "decode-0"))
-    assert place(WorkerViews.of([*workers, worker(B, 0)]), WISH, 0, severed) == placed((AGGREGATED, "both-0"))
-    assert place(WorkerViews.of([*workers, worker(D, 1)]), WISH, 0, severed) == placed(
+    assert place(WorkerViews.of(workers), WISH, 0, severed) == place_legs((AGGREGATED, "decode-0"))
+    assert place(WorkerViews.of([*workers, worker(B, 0)]), WISH, 0, severed) == place_legs(
+        (AGGREGATED, "both-0")
+    )
+    assert place(WorkerViews.of([*workers, worker(D, 1)]), WISH, 0, severed) == place_legs(
         (PREFILL, "prefill-0"), (DECODE, "decode-1")
     )

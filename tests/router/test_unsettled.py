@@ -76,7 +76,7 @@ async def test_answers_leave_a_worker_only_once_it_is_unsettled() -> None:
 async def test_answers_leave_a_worker_that_has_become_a_prefill_worker() -> None:
     """They are moved; nothing begins again, although a single failure would end the answer."""
     async with moves() as made:
-        made.source.stream.take_role("prefill", 1)
+        made.source.stream.set_role("prefill", 1)
         made.source.stream.grant(pb.Credit(**FULL, is_unsettled=True))
         await made.ends()
         assert len(made.source.received.hand_offs) == 1 and not made.source.received.cancels
@@ -88,7 +88,7 @@ async def test_answers_leave_a_worker_that_has_become_a_prefill_worker() -> None
 
 async def test_answers_stay_on_a_worker_that_decodes_in_its_new_role() -> None:
     async with moves() as made:
-        made.source.stream.take_role("both", 1)
+        made.source.stream.set_role("both", 1)
         made.source.stream.grant(pb.Credit(**FULL, is_unsettled=True))
         await made.cluster.until(lambda state: any(w["is_unsettled"] for w in state["workers"]))
         await asyncio.sleep(0.15)
@@ -103,7 +103,7 @@ async def test_a_role_has_no_credit_before_the_worker_sends_it() -> None:
         worker = await cluster.add(Role.DECODE, "decode-1")
         worker.stream.grant(pb.Credit(**FULL, number=1))
         await worker.stream.next_order()
-        worker.stream.take_role("prefill", 1)
+        worker.stream.set_role("prefill", 1)
         await cluster.until(lambda state: state["workers"][-1]["role"] == "prefill")
         attached = cluster.service._path.registry.get("decode-1")
         assert (attached.capacity.credit.max_requests, attached.has_credit) == (0, True)
@@ -128,7 +128,7 @@ async def test_a_router_reports_legs_of_the_former_role_until_they_have_ended() 
     async with moves(target=None) as made:
         worker = made.source
         assert await former(worker, 1) == 0
-        worker.stream.take_role("both", 1)
+        worker.stream.set_role("both", 1)
         assert await former(worker, 2, is_unsettled=True) == 1
         assert made.attached(SOURCE).capacity.num_requests == 0
         made.asking.pop().cancel()

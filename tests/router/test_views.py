@@ -103,8 +103,8 @@ class ViewsStayFresh(RuleBasedStateMachine):
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), role=st.sampled_from([P, D, B]))
-    def take_role(self, data: st.DataObject, role: Role) -> None:
-        self.registry.take_role(data.draw(st.sampled_from(self.known)), role)
+    def set_role(self, data: st.DataObject, role: Role) -> None:
+        self.registry.set_role(data.draw(st.sampled_from(self.known)), role)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), running=st.integers(0, 9), usage=st.floats(0, 1))

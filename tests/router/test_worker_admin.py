@@ -295,7 +295,7 @@ async def test_an_operator_changes_a_workers_role_and_legs_follow_it() -> None:
         assert (order.role_change.role, order.role_change.epoch > 0) == ("prefill", True)
         await cluster.until(lambda state: state["workers"][-1]["max_requests"] == 0)
         assert (await workers_of(cluster))["decode-1"]["state"] == "changing"
-        worker.stream.take_role("prefill", order.role_change.epoch)
+        worker.stream.set_role("prefill", order.role_change.epoch)
         await cluster.until(lambda state: state["workers"][-1]["role"] == "prefill")
         assert not flipping.done()
         worker.stream.grant(pb.Credit(number=3, is_unsettled=True))  # another router has all of the credit
@@ -345,7 +345,7 @@ async def test_an_operator_learns_that_a_worker_keeps_its_role() -> None:
         worker = await cluster.add(Role.DECODE, "decode-1")
         flipping = asyncio.create_task(ordered(cluster, "decode-1/flip?role=prefill&wait=60"))
         order = await obey(worker, pb.Credit(number=2, next_role="prefill"))
-        worker.stream.take_role("decode", order.role_change.epoch)
+        worker.stream.set_role("decode", order.role_change.epoch)
         async with asyncio.timeout(20):
             status, answer = await flipping
         assert (status, "keeps the role decode" in answer["error"]["message"]) == (503, True), answer
@@ -388,7 +388,7 @@ async def test_a_role_that_would_leave_requests_without_a_worker_is_refused(path
 async def test_a_role_that_no_worker_has_is_ignored() -> None:
     async with running_cluster(HELLO, PAIR) as cluster:
         worker = cluster.workers["decode-0"]
-        worker.stream.take_role("router", 1)
+        worker.stream.set_role("router", 1)
         worker.stream.grant(pb.Credit(max_requests=7, max_tokens=2**20))
         await cluster.until(lambda state: any(w["max_requests"] == 7 for w in state["workers"]))
         assert (await workers_of(cluster))["decode-0"]["role"] == "decode"

@@ -46,7 +46,7 @@ async def test_a_data_parallel_group_changes_its_role_as_a_whole() -> None:
         assert [order.role_change.role for order in orders] == ["prefill", "prefill"]
         for rank, order in zip(ranks, orders, strict=True):
             assert not flipping.done()
-            rank.stream.take_role("prefill", order.role_change.epoch)
+            rank.stream.set_role("prefill", order.role_change.epoch)
             rank.stream.grant(pb.Credit(max_requests=256, max_tokens=2**20, number=3))
         async with asyncio.timeout(20):
             assert (await flipping)[0] == 200

@@ -20,22 +20,22 @@ def boot(name: str, boot_id: str, num_restarts: int = 0) -> Registration:
 
 def test_another_boot_id_is_a_restart_and_the_same_one_is_not() -> None:
     memory = WorkerMemory()
-    assert memory.attached(boot("w", "a")) == 0
-    assert memory.attached(boot("w", "a")) == 0, "it has lost its stream only"
-    assert memory.attached(boot("w", "b")) == 1
-    assert memory.attached(boot("w", "a")) == 2
-    assert memory.attached(boot("v", "c")) == 0
+    assert memory.on_attach(boot("w", "a")) == 0
+    assert memory.on_attach(boot("w", "a")) == 0, "it has lost its stream only"
+    assert memory.on_attach(boot("w", "b")) == 1
+    assert memory.on_attach(boot("w", "a")) == 2
+    assert memory.on_attach(boot("v", "c")) == 0
     assert memory.restarts == {"decode": 2}
 
 
 def test_restarts_that_no_router_saw_are_those_of_the_supervisor() -> None:
     """A worker that ends before it attaches, four times in a row, was not seen in between."""
     memory = WorkerMemory()
-    memory.attached(boot("w", "a", num_restarts=1))
+    memory.on_attach(boot("w", "a", num_restarts=1))
     assert memory.restarts.get("decode", 0) == 0, "this router was not there"
-    assert memory.attached(boot("w", "b", num_restarts=5)) == 5
+    assert memory.on_attach(boot("w", "b", num_restarts=5)) == 5
     assert memory.restarts == {"decode": 4}
-    assert memory.attached(boot("w", "c")) == 6, "a supervisor that was replaced counts from 0"
+    assert memory.on_attach(boot("w", "c")) == 6, "a supervisor that was replaced counts from 0"
     assert memory.restarts == {"decode": 5}
 
 
@@ -46,7 +46,7 @@ def test_the_sum_of_restarts_is_the_growth_of_the_workers_counts(seed: int) -> N
     for _ in range(300):
         name = rng.choice("uvw")
         given = boot(name, rng.choice("abcd"), rng.choice((0, 0, rng.randrange(400))))
-        count = memory.attached(given)
+        count = memory.on_attach(given)
         assert count >= max(last.get(name, 0), given.num_restarts)
         first.setdefault(name, count)
         last[name] = count
@@ -56,9 +56,9 @@ def test_the_sum_of_restarts_is_the_growth_of_the_workers_counts(seed: int) -> N
 def test_names_without_end_do_not_fill_the_memory() -> None:
     memory = WorkerMemory()
     for number in range(9000):
-        memory.attached(boot(f"pod-{number}", "a"))
-    assert memory.attached(boot("pod-8999", "b")) == 1
-    assert memory.attached(boot("pod-0", "b")) == 0, "it was forgotten"
+        memory.on_attach(boot(f"pod-{number}", "a"))
+    assert memory.on_attach(boot("pod-8999", "b")) == 1
+    assert memory.on_attach(boot("pod-0", "b")) == 0, "it was forgotten"
 
 
 async def test_a_restarted_worker_is_seen_in_the_list_and_in_the_metrics() -> None:

@@ -5,12 +5,12 @@ import logging
 import sys
 import threading
 
-from cli.service import watched
+from cli.service import end_if_hung
 
 
 async def main() -> None:
     logging.basicConfig(format="%(message)s")
-    await watched(work(), 0.5)
+    await end_if_hung(work(), 0.5)
 
 
 async def work() -> None:

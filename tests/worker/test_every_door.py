@@ -40,7 +40,7 @@ from tests.http2 import HELLO, endless
 from tests.kv_transfer.builders import Sides, hand_over, pair_of
 from tests.worker.test_worker import SECRET, worker_settings
 from worker.registration import WorkerIdentity
-from worker.service import exposed
+from worker.service import open_ports
 from worker.worker import Worker
 
 SECONDS = 0.5
@@ -84,7 +84,7 @@ async def service(folder: Path) -> AsyncIterator[dict[str, Door]]:
         )
         stack.push_async_callback(engine.shutdown)
         worker = Worker(WorkerIdentity(Role.AGGREGATED, "w", "boot"), ROLES, settings, engine)
-        bound = await stack.enter_async_context(exposed(worker, settings))
+        bound = await stack.enter_async_context(open_ports(worker, settings))
         run = asyncio.create_task(worker.run(bound["grpc"], bound["admin"]))
         stack.push_async_callback(asyncio.wait, [run])
         stack.callback(run.cancel)

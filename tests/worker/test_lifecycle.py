@@ -20,7 +20,7 @@ from tests.worker.test_worker import FREE, SECRET, running, worker_settings
 from worker.lifecycle import Lifecycle, WorkerState
 from worker.registration import WorkerIdentity
 from worker.role_rules import LegCall
-from worker.service import exposed
+from worker.service import open_ports
 from worker.worker import Worker
 
 
@@ -29,7 +29,7 @@ def test_a_worker_that_has_left_serves_nothing_more() -> None:
     lifecycle = Lifecycle(Role.DECODE, ROLES)
     lifecycle.check_open()
     states = [lifecycle.state]
-    for change in (lifecycle.attached, lifecycle.attached, lifecycle.leave, lifecycle.attached):
+    for change in (lifecycle.on_attach, lifecycle.on_attach, lifecycle.leave, lifecycle.on_attach):
         change()
         states.append(lifecycle.state)
     assert states == [
@@ -80,7 +80,7 @@ async def test_a_worker_of_every_role_registers_a_control_address(tmp_path: Path
     )
     try:
         worker = Worker(WorkerIdentity(role, "w", "boot"), ROLES, settings, engine)
-        async with exposed(worker, settings) as addresses:
+        async with open_ports(worker, settings) as addresses:
             run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
             async with asyncio.timeout(20):
                 await worker.wait_ready()

@@ -31,7 +31,7 @@ from worker.registration import WorkerIdentity
 from worker.router_addresses import RouterAddresses
 from worker.router_links import RouterLinks
 from worker.router_stream import RouterAddress, RouterStream
-from worker.service import exposed
+from worker.service import open_ports
 from worker.worker import Worker
 
 
@@ -80,7 +80,7 @@ async def served(folder: Path, num_routers: int = 2, *, names: str = "") -> Asyn
         )
         stack.push_async_callback(engine.shutdown)
         worker = Worker(WorkerIdentity(Role.DECODE, "w", "boot"), ROLES, settings, engine)
-        bound = await stack.enter_async_context(exposed(worker, settings))
+        bound = await stack.enter_async_context(open_ports(worker, settings))
         run = asyncio.create_task(worker.run(bound["grpc"], bound["admin"]))
         stack.push_async_callback(asyncio.wait, [run])
         stack.callback(run.cancel)

@@ -34,7 +34,7 @@ from tests.private_files import write_private
 from tests.text.tiny_model import model_files, write_model
 from tests.worker.ordering import Ordered, give_order
 from worker.registration import WorkerIdentity
-from worker.service import exposed
+from worker.service import open_ports
 from worker.settings import WorkerSettings
 from worker.worker import Worker
 
@@ -80,7 +80,7 @@ async def running(
         )
         stack.push_async_callback(engine.shutdown)
         worker = Worker(WorkerIdentity(role, "w", "boot"), ROLES, settings, engine)
-        addresses = await stack.enter_async_context(exposed(worker, settings))
+        addresses = await stack.enter_async_context(open_ports(worker, settings))
         run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
         stack.push_async_callback(asyncio.wait, [run])
         stack.callback(run.cancel)

@@ -112,9 +112,9 @@ class MistralParser(ToolParser):
             yield from self._read_object()
             return
         # Newer models write the function's name first, and an id between it and the arguments.
-        name = yield from reader.take_all(_NAME)
+        name = yield from reader.read_all(_NAME)
         if name and (yield from reader.skip(_CALL_ID)):
-            yield from reader.take_all(_NAME)
+            yield from reader.read_all(_NAME)
         yield from reader.skip(_ARGS)
         yield from reader.skip_space()
         if name and (yield from reader.peek()) == "{":
@@ -142,7 +142,7 @@ class QwenParser(ToolParser):
         yield from reader.skip_space()
         if marker == _OPEN and not (yield from reader.skip(_FUNCTION)):
             return
-        name = yield from reader.take_all(_WORD)
+        name = yield from reader.read_all(_WORD)
         is_function = name and (marker == _OPEN or name in self._tools)
         if not is_function or not (yield from reader.skip(">")):
             return
@@ -151,7 +151,7 @@ class QwenParser(ToolParser):
         between = "{"
         yield from reader.skip_space()
         while (yield from reader.skip(_PARAMETER)):
-            key = yield from reader.take_all(_WORD)
+            key = yield from reader.read_all(_WORD)
             yield from reader.skip(">")
             self._arguments(f"{between}{quoted(key)}: ")
             if not (yield from self._read_value(schema.parameter(key))):
@@ -189,7 +189,7 @@ class QwenParser(ToolParser):
     def _copy_text(self, write: Write) -> Steps[bool]:
         reader = self._reader
         end = yield from reader.copy_until(_VALUE_ENDS, write, trim="\n")
-        write((yield from reader.take_all(_NEWLINES))[:-1])
+        write((yield from reader.read_all(_NEWLINES))[:-1])
         if end == _PARAMETER_END:
             yield from reader.skip(end)
         return end is not None

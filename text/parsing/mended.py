@@ -57,18 +57,18 @@ class ArgumentsWriter:
         """Add text and return the JSON text that is certain now."""
         self._reader.add(text)
         next(self._steps, None)
-        return self._taken()
+        return self._drain()
 
     def flush(self) -> str:
         """Return the rest, at the end of the text; call once."""
         self._reader.is_ended = True
         next(self._steps, None)
-        return self._taken()
+        return self._drain()
 
-    def _taken(self) -> str:
-        taken = "".join(self._out)
+    def _drain(self) -> str:
+        text = "".join(self._out)
         self._out = []
-        return taken
+        return text
 
     def _write(self, text: str) -> None:
         self._out.append(text)
@@ -101,7 +101,7 @@ class ArgumentsWriter:
         elif first == "[" and self._depth < _MAX_DEPTH:
             yield from self._read_list()
         else:
-            word = (yield from self._reader.take_all(_BARE)) or self._reader.take(_ANY)
+            word = (yield from self._reader.read_all(_BARE)) or self._reader.read(_ANY)
             self._write(word if _NUMBER.fullmatch(word) else _WORDS.get(word) or _quoted(word))
 
     def _read_object(self) -> Steps[None]:
@@ -111,7 +111,7 @@ class ArgumentsWriter:
         self._write("{")
         between = ""
         while True:
-            yield from reader.take_all(_FILLER)
+            yield from reader.read_all(_FILLER)
             if not (yield from reader.peek()) or (yield from reader.skip("}")):
                 break
             key: str | None
@@ -120,8 +120,8 @@ class ArgumentsWriter:
                 is_whole = yield from _copy_string(reader, parts.append)
                 key = str(json.loads("".join(parts))) if is_whole else None
             else:
-                key = (yield from reader.take_all(_BARE)) or reader.take(_ANY)
-            yield from reader.take_all(_BEFORE_VALUE)
+                key = (yield from reader.read_all(_BARE)) or reader.read(_ANY)
+            yield from reader.read_all(_BEFORE_VALUE)
             first = yield from reader.peek()
             # A truncated key has no value that could be kept.
             if key is None or not first:
@@ -142,7 +142,7 @@ class ArgumentsWriter:
         self._write("[")
         between = ""
         while True:
-            yield from reader.take_all(_FILLER)
+            yield from reader.read_all(_FILLER)
             if not (yield from reader.peek()) or (yield from reader.skip("]")):
                 break
             self._write(between)
@@ -168,7 +168,7 @@ def _copy_string(reader: Reader, write: Write) -> Steps[bool]:
         if first == "\\":
             yield from _copy_escape(reader, write)
         else:
-            write(reader.take(_PLAIN) or _quoted(reader.take(_ANY))[1:-1])
+            write(reader.read(_PLAIN) or _quoted(reader.read(_ANY))[1:-1])
     write('"')
     return is_whole
 
@@ -180,15 +180,15 @@ def _quoted(text: str) -> str:
 
 
 def _copy_escape(reader: Reader, write: Write) -> Steps[None]:
-    reader.take(_ANY)
+    reader.read(_ANY)
     kind = yield from reader.peek()
     if kind == "u":
-        reader.take(_ANY)
+        reader.read(_ANY)
         unit = yield from _read_unit(reader, write)
         if unit is not None:
             yield from _copy_unit(unit, reader, write)
     elif kind in _SIMPLE_ESCAPES:
-        write("\\" + reader.take(_ANY))
+        write("\\" + reader.read(_ANY))
     elif kind:
         # A backslash without a valid escape: the character after it is copied by the caller.
         write("\\\\")
@@ -198,7 +198,7 @@ def _read_unit(reader: Reader, write: Write) -> Steps[int | None]:
     """Return the number in the four digits of an escape; None if the text ends, or if they were written as text."""
     digits = ""
     while len(digits) < 4 and (yield from reader.peek()):
-        digit = reader.take(_HEX)
+        digit = reader.read(_HEX)
         if not digit:
             write(f"\\\\u{digits}")
             return None

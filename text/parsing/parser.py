@@ -72,13 +72,13 @@ class TextParser(ABC):
         """Add text and return the pieces that are certain now."""
         self._reader.add(text)
         next(self._steps, None)
-        return self._taken()
+        return self._drain()
 
     def flush(self) -> list[Piece]:
         """Return the pieces that were held back, at the end of the text; call once."""
         self._reader.is_ended = True
         next(self._steps, None)
-        return self._taken()
+        return self._drain()
 
     @abstractmethod
     def _read(self) -> Steps[None]:
@@ -90,10 +90,10 @@ class TextParser(ABC):
     def _content(self, text: str) -> None:
         self._emit(Content(text))
 
-    def _taken(self) -> list[Piece]:
-        taken = self._pieces
+    def _drain(self) -> list[Piece]:
+        pieces = self._pieces
         self._pieces = []
-        return taken
+        return pieces
 
 
 class ToolParser(TextParser):

@@ -78,21 +78,21 @@ class Reader:
             yield
         return self._text[self._at : self._at + 1]
 
-    def take(self, pattern: re.Pattern[str]) -> str:
+    def read(self, pattern: re.Pattern[str]) -> str:
         """Read the match of the pattern at this position in the text that has arrived; empty if there is none."""
         match = pattern.match(self._text, self._at)
         return self._read(len(match[0])) if match else ""
 
-    def take_all(self, pattern: re.Pattern[str]) -> Steps[str]:
+    def read_all(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Read consecutive matches of the pattern, up to a character that does not match."""
         found = ""
-        while (yield from self.peek()) and (more := self.take(pattern)):
+        while (yield from self.peek()) and (more := self.read(pattern)):
             found += more
         return found
 
     def skip_space(self) -> Steps[str]:
         """Read white space and return it."""
-        return (yield from self.take_all(_SPACES))
+        return (yield from self.read_all(_SPACES))
 
     def skip(self, literal: str) -> Steps[bool]:
         """Read exactly this text and return True, or read nothing and return False."""
@@ -226,11 +226,11 @@ def copy_value(reader: Reader, write: Write) -> Steps[bool]:
                 yield from _copy_string(reader, write)
                 continue
             depth += (first in "{[") - (first in "}]")
-            write(reader.take(_BRACKET) or reader.take(_BETWEEN))
+            write(reader.read(_BRACKET) or reader.read(_BETWEEN))
             if depth == 0:
                 return True
         return False
-    scalar = yield from reader.take_all(_SCALAR)
+    scalar = yield from reader.read_all(_SCALAR)
     write(scalar)
     return bool(scalar)
 
@@ -253,16 +253,16 @@ def decoded(text: str) -> Any:
 
 
 def _copy_string(reader: Reader, write: Write) -> Steps[bool]:
-    write(reader.take(_QUOTE))
+    write(reader.read(_QUOTE))
     while first := (yield from reader.peek()):
         if first == '"':
-            write(reader.take(_QUOTE))
+            write(reader.read(_QUOTE))
             return True
         if first == "\\":
             # The escaped character may be a quote, which does not end the string, and may arrive with the next piece.
-            write(reader.take(_BACKSLASH))
+            write(reader.read(_BACKSLASH))
             if (yield from reader.peek()):
-                write(reader.take(_ANY))
+                write(reader.read(_ANY))
         else:
-            write(reader.take(_IN_STRING))
+            write(reader.read(_IN_STRING))
     return False

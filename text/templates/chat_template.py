@@ -16,8 +16,8 @@ from text.templates.questions_tools import (
     ask_about_documents,
     ask_about_tools,
     ask_about_turns,
-    described_tool,
     document,
+    make_full_tool,
 )
 from text.templates.sandbox import (
     DEFAULT,
@@ -70,7 +70,7 @@ class ChatTemplate:
         self._renderer = (make_renderer or LocalRenderer)(self._sources)
         try:
             self._findings = {
-                name: self._probed(name) for name in self._sources if name in (DEFAULT, TOOL_USE, RAG)
+                name: self._probe(name) for name in self._sources if name in (DEFAULT, TOOL_USE, RAG)
             }
         except TemplateLimitError as error:
             self._renderer.close()
@@ -126,7 +126,7 @@ class ChatTemplate:
     def _render(self, name: str) -> Render:
         return lambda variables: _unicode(self._renderer.render(name, {**variables, **self._tokens}))
 
-    def _probed(self, name: str) -> Findings:
+    def _probe(self, name: str) -> Findings:
         """Probe a template with the inputs that it needs: some show no message without tools, or without documents."""
         render = _until(self._clock, self._clock() + _PROBE_SECONDS, self._render(name))
         first: Probe | None = None
@@ -171,7 +171,7 @@ def _settings_of(name: str) -> Iterator[tuple[Callable[[Chat], Chat], Form]]:
     def with_documents(chat: Chat) -> Chat:
         return replace(chat, documents=chat.documents or documents)
 
-    tools = (described_tool(),)
+    tools = (make_full_tool(),)
     documents = (document(),)
     if name == DEFAULT:
         yield lambda chat: chat, Form()

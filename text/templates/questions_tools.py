@@ -47,7 +47,7 @@ def document() -> dict[str, Any]:
     return {"title": word(), "text": word()}
 
 
-def described_tool() -> Tool:
+def make_full_tool() -> Tool:
     """Make a tool with all fields that templates read."""
     schema = {"type": "object", "properties": {word(): {"type": "string", "description": word()}}}
     return _tool(word(), description=word(), parameters=schema)
@@ -259,7 +259,7 @@ def requests_of(conversation: Chat) -> Iterator[Chat]:
 
 
 def _conversations() -> Iterator[tuple[str, Chat]]:
-    tool = described_tool()
+    tool = make_full_tool()
     question = message_of("user")
     answer = message_of("assistant")
     yield "questions", chat(message_of("system"), question, answer, message_of("user"), answer, question)

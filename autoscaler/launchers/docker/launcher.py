@@ -164,7 +164,7 @@ class DockerLauncher:
         containers = await self._containers()
         for stopped in containers:
             if stopped.role is role and stopped.is_stopped and stopped.id not in self._leaving:
-                if await self._started(stopped, containers):
+                if await self._start_again(stopped, containers):
                     return stopped.worker
                 containers = [each for each in containers if each is not stopped]
         of_role = [each for each in containers if each.role is role and (each.runs or each.is_stopped)]
@@ -173,7 +173,7 @@ class DockerLauncher:
                 f"project {self._project} has no container of a {role.value} worker that could be copied: run"
                 " `docker compose up -d`"
             )
-        return await self._copied(max(of_role, key=lambda each: each.created), containers)
+        return await self._copy(max(of_role, key=lambda each: each.created), containers)
 
     async def remove(self, name: str) -> None:
         """Stop the container of a worker, and delete it unless it is the last one of its role."""
@@ -198,7 +198,7 @@ class DockerLauncher:
         labels = [f"{_PROJECT}={self._project}", f"{_ONE_OFF}=False", ROLE_LABEL]
         return listed(await self._engine.containers(labels))
 
-    async def _started(self, stopped: Container, containers: Sequence[Container]) -> bool:
+    async def _start_again(self, stopped: Container, containers: Sequence[Container]) -> bool:
         """Start a stopped container again. Returns False if it cannot start and was deleted: there are others to copy.
 
         Raises the engine's error if it is the last one of its role.
@@ -213,7 +213,7 @@ class DockerLauncher:
             return False
         return True
 
-    async def _copied(self, template: Container, containers: Sequence[Container]) -> str:
+    async def _copy(self, template: Container, containers: Sequence[Container]) -> str:
         """Create and start a container like another one; return the id of its worker."""
         facts = await self._engine.inspect(template.id)
         place = await self._free_place(template, containers)

@@ -65,7 +65,7 @@ class JsonBodyReader:
         """
         request[REQUEST_ID] = new_request_id(id_prefix)
         # a worker that is sending its model makes the request possible in a moment
-        await self._models.settled()
+        await self._models.wait_settled()
         is_small = (request.content_length or LARGE_BYTES) < LARGE_BYTES
         # most bodies have arrived whole: without a timer, since nothing is waited for
         if is_small and request.content.is_eof() and hdrs.CONTENT_ENCODING not in request.headers:

@@ -7,7 +7,7 @@ from contract.errors import InvalidRequestError
 from contract.json_schema import MAX_SCHEMA_BYTES, plain_schema, reduced
 from contract.sampling import Grammar
 from router.http.bodies.body import Body
-from router.http.fields.offered_tools import OfferedTools, offered_tools
+from router.http.fields.offered_tools import OfferedTools, read_tools
 from text.chat import RESERVED, Chat, drop_transport_lines, parse_messages
 from text.parsing.forced import forced_calls_schema
 from text.tools import Tool
@@ -28,7 +28,7 @@ def chat_of(body: Body, offered: OfferedTools | None = None) -> Chat:
 
     offered: the body's tools, if they were read already. Raises InvalidRequestError, UnsupportedFieldError.
     """
-    offered = offered or offered_tools(body)
+    offered = offered or read_tools(body)
     continues = body.flag("continue_final_message")
     # a message that is continued has its header already
     has_header = body.flag("add_generation_prompt", default=not continues)

@@ -39,7 +39,7 @@ class OfferedTools:
         return () if self.choice.mode == "none" else self.tools
 
 
-def offered_tools(body: Body, *, is_flat: bool = False) -> OfferedTools:
+def read_tools(body: Body, *, is_flat: bool = False) -> OfferedTools:
     """Read ``tools`` and ``tool_choice``. is_flat: as in OpenAI's Responses, names and parameters beside the type.
 
     Raises InvalidRequestError with the index of the tool at fault, UnsupportedFieldError for a choice that cannot run here.

@@ -11,7 +11,7 @@ from router.http.fields.grammars import grammar_fields
 _MAX_DIGITS = 10
 
 
-def shared_fields(body: Body) -> dict[str, Any]:
+def read_shared_fields(body: Body) -> dict[str, Any]:
     """Read the arguments of ``GenerationRequest`` that chats and text completions have in common."""
     num_chosen = body.integer_within("n", 1, MAX_CHOICES) or 1
     # ``best_of`` are computed, and ``n`` of them are returned

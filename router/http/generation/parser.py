@@ -9,8 +9,8 @@ from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Body
 from router.http.exchange import AnswerOptions, Exchange, Origin
 from router.http.fields.chat import CHAT_FIELDS, chat_of, forced_calls
-from router.http.fields.offered_tools import offered_tools
-from router.http.fields.sampling import is_streamed, prompts_of, shared_fields
+from router.http.fields.offered_tools import read_tools
+from router.http.fields.sampling import is_streamed, prompts_of, read_shared_fields
 from router.http.fields.unsupported import STREAM_NEUTRAL, reject_unless_neutral, reject_unsupported
 from router.http.generation.chat_formatter import ChatFormatter
 from router.http.generation.completion_formatter import CompletionFormatter, PromptView, without_answer
@@ -31,7 +31,7 @@ class GenerationParser:
         """Parse the body of a chat. Raises KvbatonError."""
         reject_unsupported(body, CHAT_FIELDS)
         longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-        offered = offered_tools(body)
+        offered = read_tools(body)
         chat = chat_of(body, offered)
         request = GenerationRequest(
             request_id=origin.request_id,
@@ -40,7 +40,7 @@ class GenerationParser:
             logprobs=_chat_logprobs(body),
             tenant=origin.tenant,
             arrival=origin.arrival,
-            **forced_calls(chat, shared_fields(body)),
+            **forced_calls(chat, read_shared_fields(body)),
         )
         options = self._options([request], body)
         names_call = chat.tool_choice.name is not None
@@ -63,7 +63,7 @@ class GenerationParser:
             logprobs=body.integer_within("logprobs", 0, MAX_LEGACY_LOGPROBS),
             tenant=origin.tenant,
             arrival=origin.arrival,
-            **shared_fields(body),
+            **read_shared_fields(body),
         )
         is_echoed = body.flag("echo")
         if is_echoed and request.prompt_logprobs is None:

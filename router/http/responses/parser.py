@@ -11,7 +11,7 @@ from router.http.bodies.body import Body, Json
 from router.http.exchange import AnswerOptions, Exchange, Origin
 from router.http.fields.chat import check_choice, forced_calls
 from router.http.fields.grammars import grammar_fields
-from router.http.fields.offered_tools import offered_tools
+from router.http.fields.offered_tools import read_tools
 from router.http.fields.sampling import is_streamed, sampling_fields
 from router.http.fields.unsupported import NEUTRAL, OPENAI_NEUTRAL, reject_unsupported
 from router.http.generation.openai_formatter import ChatLogprobs
@@ -66,7 +66,7 @@ class ResponseParser:
         reasoning = body.object("reasoning")
         for name in ("summary", "generate_summary"):
             check_choice(f"reasoning.{name}", reasoning.get(name), SUMMARIES)
-        offered = offered_tools(body, is_flat=True)
+        offered = read_tools(body, is_flat=True)
         chat = response_chat(body, offered)
         fields = {**sampling_fields(body), **grammar_fields(body, "text.format")}
         request = GenerationRequest(

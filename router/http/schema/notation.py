@@ -24,7 +24,7 @@ def described(required: list[str], properties: dict[str, Json]) -> Json:
 
 
 def refused_fields(neutral: dict[str, tuple[Any, ...]]) -> dict[str, Json]:
-    """Describe fields that are rejected unless they have a neutral value. neutral: field → its neutral values."""
+    """Return the schemas of fields that are rejected without a neutral value. neutral: field → its neutral values."""
     return {
         name: {"anyOf": [{"type": "null"}, *({"const": idle} for idle in values)], UNSERVED: True}
         for name, values in neutral.items()

@@ -82,7 +82,7 @@ class RouterStream:
         """Send a new credit."""
         self._outbox.put_nowait(pb.WorkerMessage(credit=credit))
 
-    def take_role(self, role: str, epoch: int) -> None:
+    def set_role(self, role: str, epoch: int) -> None:
         """Report another role."""
         self._outbox.put_nowait(pb.WorkerMessage(role_taken=pb.RoleTaken(role=role, epoch=epoch)))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from contract.identity import Role
 from contract.membership import Credit
 from router.migration import migrator
-from router.routing.legs import AGGREGATED, Placement, placed
+from router.routing.legs import AGGREGATED, Placement, place_legs
 from router.routing.policy import decodes_no_more
 from router.workers.attached_worker import AttachedWorker
 from tests.protocol.decode_side import DecodeSide
@@ -126,7 +126,7 @@ class HandOverRouter(OneRouter):
         names = [name for name in sorted(self.workers) if name.startswith("P")]
         views = [self._view(name) for name in names]
         free = [view.worker_id for view in views if view.num_requests < view.max_requests]
-        return placed((AGGREGATED, free[0])) if free else None
+        return place_legs((AGGREGATED, free[0])) if free else None
 
 
 def _source_of(request: RouterRequest) -> str | None:

@@ -114,7 +114,7 @@ class SessionsSide(EngineSide):
         """Begin without a router."""
         self.engine = Engine(self.scheduler)
         self.lifecycle = Lifecycle(role, ROLES)
-        self.lifecycle.attached()
+        self.lifecycle.on_attach()
         self.drain = NoDrain()
         self._accepted = AcceptedRequests(no_time)
         full = Credit(max_requests=self.scenario.credit_of(self.boot), max_tokens=MAX_TOKENS)
