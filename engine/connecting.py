@@ -31,7 +31,8 @@ class EngineConnector:
     scheduler: the half beside the scheduler. address: "host:port" of the control link, empty without a connector.
     progress: how far the connector's threads have come; from any thread, without waiting for one.
     next_arrival: returns when, on the clock, the KV of a request is expected; None if no sender has announced any.
-    has_arrived: returns whether KV has arrived that ``take_finished`` has not returned; from any thread.
+    has_arrived: returns whether KV has arrived that ``take_finished`` has not returned; from any thread. has_work: returns
+    whether the half beside the scheduler has events to process, or orders for the ranks.
     """
 
     def __init__(self, pair: ConnectorPair | None = None, stages: TransferStages | None = None) -> None:
@@ -39,7 +40,8 @@ class EngineConnector:
         self._stages = stages
         self.take_finished: TakeFinished = pair.ranks.take_finished if pair else lambda: (set(), set())
         receiver = pair.scheduler.receiver if pair else None
-        # Not methods that call these, as both are asked around every step (see ``PacedGate``).
+        # Not methods that call these, as they are asked around every step (see ``PacedGate``).
+        self.has_work: Callable[[], bool] = pair.scheduler.has_work if pair else lambda: False
         self.next_arrival: Callable[[], float | None] = receiver.next_arrival if receiver else lambda: None
         self.has_arrived: Callable[[], bool] = receiver.has_arrived if receiver else lambda: False
         self.address = pair.address if pair else ""

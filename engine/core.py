@@ -18,14 +18,14 @@ from engine.grammar.building import VocabularyLoader, load_vocabulary
 from engine.grammar.compiler import GrammarCompiler
 from engine.info import EngineInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.inspection import check_integrity, counters, debug_state
+from engine.scheduling.interface import SchedulerInterface
 from engine.scheduling.requests.finish import RequestStatus
-from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.waits.grammars import Grammars
 from engine.scheduling.waits.waits import WaitStage
 from engine.settings import EngineSettings
 from engine.startup import (
     ExecutorStart,
+    SchedulerFactory,
     create_scheduler,
     describe_engine,
     logged_start,
@@ -48,13 +48,17 @@ class StepStarter:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: "Executor", connector: EngineConnector, gate: StepGate
+        self, scheduler: SchedulerInterface, executor: "Executor", connector: EngineConnector, gate: StepGate
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._connector = connector
         self._gate = gate
         self.early_step: StartedStep | None = None
+        # The time by which steps were delayed, or restarted, so that requests could join them.
+        self._held_seconds = 0.0
+        # Empty forward passes for the other ranks of a data-parallel group.
+        self._num_dummy_steps = 0
 
     def next(self) -> StartedStep:
         """Return the step that has started already, or start one."""
@@ -64,7 +68,7 @@ class StepStarter:
         # Twice, because processing the events may start reads that end at once: blocks of a peer on this machine are there
         # before the next step is planned, and a request that waits for them joins this step instead of the one after it.
         self._scheduler.on_transfers_finished(*self._connector.take_finished())
-        if self._scheduler.remote_kv.connector.has_work():
+        if self._connector.has_work():
             self._scheduler.process_events()
             if self._connector.has_arrived():  # read from a peer's memory as soon as it had blocks
                 self._scheduler.on_transfers_finished(*self._connector.take_finished())
@@ -81,15 +85,23 @@ class StepStarter:
         """Start the next step before ``output``, the results of this one, are processed, if they cannot change it."""
         if self.early_step is not None:
             # The device computes it from now on.
-            self._scheduler.totals.held_seconds += self._gate.on_start(is_empty=False)
+            self._held_seconds += self._gate.on_start(is_empty=False)
         elif may_start() and self._gate.may_continue(work):
             following = self._scheduler.schedule_early(output)
             self.early_step = self._start(following) if following else None
 
+    def counters(self) -> dict[str, float]:
+        """Return counters since the start, with the names of ``serving.metric_names.WORKER_METRICS``."""
+        return {
+            "dummy_steps_total": self._num_dummy_steps,
+            "step_held_seconds_total": self._held_seconds,
+            **self._gate.counters(),
+        }
+
     def _start(self, scheduled: SchedulerOutput) -> StartedStep:
         is_empty = not scheduled.total_num_scheduled_tokens
         is_dummy = is_empty and self._gate.must_compute()
-        self._scheduler.totals.held_seconds += self._gate.on_start(is_empty=is_empty and not is_dummy)
+        self._held_seconds += self._gate.on_start(is_empty=is_empty and not is_dummy)
         finish = self._executor.begin(scheduled)
         return scheduled, partial(self._finish_dummy, finish) if is_dummy else finish
 
@@ -97,7 +109,7 @@ class StepStarter:
         """End a step without tokens by an empty forward pass, for the other engines that this one steps with."""
         output = finish()
         self._executor.collective_rpc("execute_dummy_batch")
-        self._scheduler.totals.num_dummy_steps += 1
+        self._num_dummy_steps += 1
         return output
 
 
@@ -107,7 +119,7 @@ class EngineCore:
     wake: wakes the step loop, from any thread. load_vocabulary: model folder and end tokens → the text of each token;
     called in another thread when the first grammar comes. gate: decides when a step starts; None: a PacedGate. The core
     answers its questions (``engine.stepping.gate.Work``). transfers: None in an engine that lends and fetches no KV. stages:
-    see Scheduler.
+    see SchedulerState.
     """
 
     def __init__(
@@ -121,6 +133,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         gate: StepGate | None = None,
         stages: Sequence[WaitStage] = (),
+        make_scheduler: SchedulerFactory = create_scheduler,
     ) -> None:
         self._clock = clock
         self._wake = wake
@@ -142,7 +155,7 @@ class EngineCore:
             )
             resources.callback(self._connector.close)
             self.info = describe_engine(settings, self.executor, num_blocks, self._connector.address)
-            self.scheduler = create_scheduler(settings, self.info, self._connector, grammars, stages, clock)
+            self.scheduler = make_scheduler(settings, self.info, self._connector, grammars, stages, clock)
             self._starter = StepStarter(self.scheduler, self.executor, self._connector, self.gate)
             self.executor.watch(wake)
             self._resources = resources.pop_all()
@@ -193,7 +206,7 @@ class EngineCore:
 
     def seconds_to_deadline(self) -> float | None:
         """Return the seconds until a deadline is due, and with it a step; None if there is none."""
-        deadline = self.scheduler.live.deadlines.next()
+        deadline = self.scheduler.next_deadline()
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def request_step(self) -> None:
@@ -202,7 +215,7 @@ class EngineCore:
 
     def needs_step(self) -> bool:
         """Return False while nothing would change before a message, ``wake`` or ``seconds_to_deadline``."""
-        return self._is_step_requested or self.scheduler.load.needs_step()
+        return self._is_step_requested or self.scheduler.needs_step()
 
     def process_events(self) -> None:
         """Process what the connector has reported: transfers that ended, and those that need blocks."""
@@ -215,16 +228,16 @@ class EngineCore:
 
     def is_decode_only(self) -> bool:
         """Return whether the next step holds answers, and no prompt waits."""
-        return self.scheduler.load.is_decode_only()
+        return self.scheduler.is_decode_only()
 
     def seconds_to_pause(self) -> float:
         """Return how long the next step leaves the machine to other clients."""
-        return self.scheduler.load.seconds_to_pause()
+        return self.scheduler.seconds_to_pause()
 
     def _on_connector_event(self) -> None:
         """Restart a young step for a request that has arrived, and wake the loop. From a thread of the connector."""
         # Only if it can join the step that is restarted: otherwise the answers in it are delayed for nothing.
-        if self.gate.may_interrupt() and self._connector.has_arrived() and self.scheduler.load.has_room():
+        if self.gate.may_interrupt() and self._connector.has_arrived() and self.scheduler.has_room():
             self.executor.interrupt()
         self._wake()
 
@@ -250,12 +263,12 @@ class EngineCore:
         self.scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
 
     def hand_off(self, order: HandOff, expires: float) -> None:
-        """Lend the KV of a request that decodes to the worker that continues it; see ``LiveRequests.hand_off``.
+        """Lend the KV of a request that decodes to the worker that continues it; see ``SchedulerInterface``.
 
         expires: when, on the monotonic clock of this machine, it is too late. Raises DeadlineError then.
         """
         _check_in_time(order, self._clock() - expires)
-        self.scheduler.live.hand_off(order)
+        self.scheduler.hand_off(order)
 
     def prepare(self, request: EngineRequest, then: Callable[[], None]) -> None:
         """Compile the grammar of a request that may come, and connect to the worker that it comes from.
@@ -266,22 +279,21 @@ class EngineCore:
         _check(request, self.info)
         end = partial(_in_turn, then, self._wake)
         # One after the other, and the grammar first: its errors are raised here, before a connection is made.
-        self.scheduler.intake.prepare(request, partial(self._connector.connect, request, end))
+        self.scheduler.prepare(request, partial(self._connector.connect, request, end))
 
     def flush_urgent(self) -> dict[int, list[EngineOutput]]:
         """Return the outputs until now, by client index, if one of them is to be sent before the next step."""
-        outbox = self.scheduler.live.outbox
-        return outbox.flush() if outbox.is_urgent else {}
+        return self.scheduler.flush_urgent()
 
     def call(self, method: str, args: list[Any]) -> Any:
         """Call a utility by name; return its result as plain data. Raises NotFoundError that lists the names."""
         utilities: dict[str, Callable[..., Any]] = {
-            "stats": self.scheduler.load.make_stats,
-            "debug_state": partial(debug_state, self.scheduler),
-            "counters": lambda: counters(self.scheduler) | self.gate.counters(),
+            "stats": self.scheduler.make_stats,
+            "debug_state": self.scheduler.debug_state,
+            "counters": lambda: self.scheduler.counters() | self._starter.counters(),
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "pid": os.getpid,
-            "check_integrity": partial(check_integrity, self.scheduler),
+            "check_integrity": self.scheduler.check_integrity,
             "hand_off": lambda order, expires: self.hand_off(_hand_off(order), expires),
         }
         if method not in utilities:

@@ -9,6 +9,7 @@ from contract.errors import SettingError
 from engine.connecting import EngineConnector
 from engine.info import EngineInfo
 from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.interface import SchedulerInterface
 from engine.scheduling.live_requests import Limits
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.waits.grammars import Grammars
@@ -88,6 +89,13 @@ def describe_engine(
     )
 
 
+SchedulerFactory = Callable[
+    [EngineSettings, EngineInfo, EngineConnector, Grammars, Sequence[WaitStage], Callable[[], float]],
+    SchedulerInterface,
+]
+"""settings, facts, connector, grammars, further wait stages and clock of an engine → its scheduler."""
+
+
 def create_scheduler(
     settings: EngineSettings,
     info: EngineInfo,
@@ -95,7 +103,7 @@ def create_scheduler(
     grammars: Grammars,
     stages: Sequence[WaitStage],
     clock: Callable[[], float],
-) -> Scheduler:
+) -> SchedulerInterface:
     """Return the scheduler of an engine, with a pool of its blocks."""
     pool = BlockPool(
         info.num_blocks, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching

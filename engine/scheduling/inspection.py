@@ -5,10 +5,10 @@ from typing import Any
 
 from engine.scheduling.remote_kv import lease_holder
 from engine.scheduling.requests.finish import RequestStatus
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.state import SchedulerState
 
 
-def debug_state(scheduler: Scheduler) -> dict[str, Any]:
+def debug_state(scheduler: SchedulerState) -> dict[str, Any]:
     """Return blocks by state, leases, requests by status, and the connector's own view."""
     connector = scheduler.get_kv_connector()
     by_status = Counter(request.status.name for request in scheduler.requests.values())
@@ -21,13 +21,13 @@ def debug_state(scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
-def counters(scheduler: Scheduler) -> dict[str, float]:
+def counters(scheduler: SchedulerState) -> dict[str, float]:
     """Return all counters since the start, name → value, including the connector's.
 
     The names are those of ``serving.metric_names.WORKER_METRICS``.
     """
     totals = scheduler.totals
-    stats = scheduler.load.make_stats()
+    stats = scheduler.make_stats()
     states = scheduler.pool.count_by_state().items()
     of_transfers: dict[str, float] = {}
     if (connector := scheduler.get_kv_connector()) is not None:
@@ -41,12 +41,10 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
         "requests_corrupted_total": totals.num_corrupted,
         "num_preemptions_total": totals.num_preemptions,
         "steps_total": totals.num_steps,
-        "dummy_steps_total": totals.num_dummy_steps,
         "prompt_tokens_total": totals.num_prefill_tokens,
         "cached_tokens_total": totals.num_cached_tokens,
         "received_tokens_total": totals.num_received_tokens,
         "generation_tokens_total": totals.num_generated_tokens,
-        "step_held_seconds_total": totals.held_seconds,
         "num_requests_running": stats.num_running_reqs,
         "num_requests_waiting": stats.num_waiting_reqs,
         "kv_cache_usage_perc": stats.kv_cache_usage,
@@ -57,7 +55,7 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
     }
 
 
-def check_integrity(scheduler: Scheduler) -> None:
+def check_integrity(scheduler: SchedulerState) -> None:
     """Raise AssertionError unless only live requests and leases hold blocks, and each request is in one place."""
     pool = scheduler.pool
     queues = scheduler.queues

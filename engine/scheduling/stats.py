@@ -1,6 +1,11 @@
-"""The scheduler's counters: snapshots for logs, totals for metrics. Plain numbers, cheap to send."""
+"""The scheduler's counters: snapshots for logs, totals for metrics, mean lengths of steps. Plain numbers, cheap to send."""
 
 import msgspec
+
+from engine.outputs import SchedulerOutput
+
+# Weight of the newest step; the last 20 steps dominate.
+_WEIGHT = 0.05
 
 
 class PrefixCacheStats(msgspec.Struct, kw_only=True):
@@ -49,8 +54,6 @@ class Totals(msgspec.Struct, kw_only=True):
     num_prefill_tokens: tokens of prompts computed here. num_cached_tokens: tokens of prompts found in the cache.
     num_received_tokens: tokens of prompts whose KV was fetched. num_generated_tokens: tokens emitted.
     num_ignored: failed ones that could never run here (FINISHED_IGNORED).
-    num_dummy_steps: empty forward passes for the other ranks of a data-parallel group.
-    held_seconds: the time by which steps were delayed, or restarted, so that requests could join them.
     """
 
     num_requests: int = 0
@@ -60,10 +63,35 @@ class Totals(msgspec.Struct, kw_only=True):
     num_corrupted: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
-    num_dummy_steps: int = 0
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
     num_received_tokens: int = 0
     num_generated_tokens: int = 0
-    held_seconds: float = 0.0
     prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
+
+
+class StepTimes:
+    """Averages steps that compute prompts, and steps that only continue answers. Steps without tokens do not count.
+
+    seconds: mean length of a step that only continues answers; None before the first one. prefill_seconds_per_token: seconds
+    of steps that compute prompts, divided by the tokens of these steps; None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.prefill_seconds_per_token: float | None = None
+        self._prompt_seconds = 0.0
+        self._prompt_tokens = 0.0
+
+    def note(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        """Record a step."""
+        num_tokens = scheduled.total_num_scheduled_tokens
+        # More than one token for each request: prompts are among them.
+        if num_tokens > len(scheduled.num_scheduled_tokens):
+            self._prompt_seconds += _WEIGHT * (seconds - self._prompt_seconds)
+            self._prompt_tokens += _WEIGHT * (num_tokens - self._prompt_tokens)
+            self.prefill_seconds_per_token = self._prompt_seconds / self._prompt_tokens
+        elif num_tokens:
+            self.seconds = (
+                seconds if self.seconds is None else self.seconds + _WEIGHT * (seconds - self.seconds)
+            )

@@ -87,7 +87,7 @@ class Dispatcher:
 
     def answer_until_free(self) -> None:
         """Answer every ``UntilFree`` if the core holds nothing for others. To be called when all outputs are sent."""
-        if self._waits_until_free and self._core.scheduler.load.is_free():
+        if self._waits_until_free and self._core.scheduler.is_free():
             waits = self._waits_until_free
             self._waits_until_free = []
             for call_id in waits:
@@ -199,7 +199,7 @@ class StepLoop:
     def _wait_idle(self) -> None:
         """Wait for a message, until a deadline is due or the engine has been idle long enough to report its state."""
         until_deadline = self._core.seconds_to_deadline()
-        has_changed = self._core.scheduler.load.make_stats() != self._reported
+        has_changed = self._core.scheduler.make_stats() != self._reported
         until_report = min(SETTLED_SECONDS, self._idle_seconds) if has_changed else self._idle_seconds
         if until_deadline is not None and until_deadline < until_report:
             if not self._wait(until_deadline):
@@ -208,7 +208,7 @@ class StepLoop:
             self._report(logging.INFO if until_report == self._idle_seconds else logging.DEBUG)
 
     def _report(self, level: int) -> None:
-        stats = self._core.scheduler.load.make_stats()
+        stats = self._core.scheduler.make_stats()
         self._reported = stats
         logger.log(
             level,
@@ -225,4 +225,4 @@ class StepLoop:
 def send_outputs(core: EngineCore, outputs: dict[int, list[EngineOutput]], emit: Emit) -> None:
     """Emit one message for each client that has outputs."""
     for of_client in outputs.values():
-        emit(StepOutputs(of_client, core.scheduler.load.make_stats()))
+        emit(StepOutputs(of_client, core.scheduler.make_stats()))

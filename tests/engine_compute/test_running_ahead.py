@@ -21,6 +21,7 @@ from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
 from tests.checkpoints import EOS_ID, make_checkpoint
 from tests.engine_pair import running_pair
+from tests.engine_scheduling.stepping import scheduler_of
 from tests.fakes.engine.graphs import FakeDeviceForward, FakeDeviceGraphs, FakeDevicePieces
 from tests.handover.handing_off import ping_pong
 
@@ -80,7 +81,7 @@ class Stepped:
 
     def run(self) -> None:
         """Step until all requests have ended; wait for a grammar if nothing else is to be done."""
-        while self.core.scheduler.requests or self.core.step_in_flight:
+        while self.core.scheduler.has_unfinished_requests() or self.core.step_in_flight:
             if not self.core.step_in_flight and not self.core.needs_step():
                 assert self.woken.acquire(timeout=30.0)
             self.step()
@@ -229,7 +230,7 @@ def test_mixed_requests_get_the_tokens_of_the_cpu(
     assert expected.pop("nucleus.0")[: len(cancelled)] == cancelled and 4 <= len(cancelled) < NUM_TOKENS
     assert found == expected
     assert any(fed(stepped))
-    assert stepped.core.scheduler.pool.count_by_state()["held"] == 0
+    assert scheduler_of(stepped.core).pool.count_by_state()["held"] == 0
     stepped.core.shutdown()
 
 
@@ -248,7 +249,7 @@ def test_rows_that_are_not_numbers_end_without_a_token(model: Path, monkeypatch:
         for _ in range(5):
             stepped.step()
         assert stepped.core.step_in_flight
-        table = stepped.core.scheduler.pool.table_of("sick#0.0")
+        table = scheduler_of(stepped.core).pool.table_of("sick#0.0")
         stepped.core.executor.runner.memory.pool[table[0]] = math.nan  # type: ignore[attr-defined]
         stepped.run()
         assert stepped.outputs["sick.0"][-1].error_kind == "internal"

@@ -21,6 +21,7 @@ from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.test_running_ahead import DEVICES, NUM_TOKENS, Stepped, engine, requests
 from tests.engine_parallel.test_ranks_executor import prompt_step
+from tests.engine_scheduling.stepping import scheduler_of
 from tests.fakes.engine.graphs import FakeDeviceGraphs
 from tests.fakes.engine.local_ranks import LocalRanksExecutor
 
@@ -108,7 +109,7 @@ def test_rows_that_are_not_numbers_have_no_token_on_any_rank(
     for _ in range(5):
         stepped.step()
     assert stepped.core.step_in_flight
-    table = stepped.core.scheduler.pool.table_of("nucleus#0.0")
+    table = scheduler_of(stepped.core).pool.table_of("nucleus#0.0")
     for each in ranks.runners:
         each.memory.pool[table[0]] = math.nan
     stepped.run()

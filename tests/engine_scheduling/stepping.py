@@ -18,6 +18,7 @@ from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.grammar.building import VocabularyLoader, load_vocabulary
 from engine.scheduling.inspection import check_integrity
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.waits.waits import WaitStage
 from engine.settings import EngineSettings
 from roles.table import STAGES
@@ -62,6 +63,12 @@ def fake_request(
     )
 
 
+def scheduler_of(core: EngineCore) -> Scheduler:
+    """Return the scheduler of a core with its parts, which the core does not use."""
+    assert isinstance(core.scheduler, Scheduler)
+    return core.scheduler
+
+
 class SteppedEngine:
     """Collects the outputs of each request, and checks the scheduler's integrity after every step.
 
@@ -100,8 +107,8 @@ class SteppedEngine:
             stages=stages,
         )
         self.executor = executor[0]
-        self.scheduler = self.core.scheduler
-        self.pool = self.core.scheduler.pool
+        self.scheduler = scheduler_of(self.core)
+        self.pool = self.scheduler.pool
         self.outputs: dict[str, list[EngineOutput]] = {}
 
     def add(self, *requests: EngineRequest) -> None:
@@ -131,8 +138,11 @@ class SteppedEngine:
 
     def request_counts(self) -> tuple[int, int]:
         """Return how many requests run, and how many wait."""
-        stats = self.scheduler.load.make_stats()
-        return stats.num_running_reqs, stats.num_waiting_reqs
+        stats = self.scheduler.make_stats()
+        counts = self.scheduler.get_request_counts()
+        assert counts == (stats.num_running_reqs, stats.num_waiting_reqs)
+        assert sum(counts) == self.scheduler.get_num_unfinished_requests()
+        return counts
 
     def hand_off(self, order: HandOff, expires: float = math.inf) -> None:
         """Hand a request off, and collect what is to be sent at once."""

@@ -107,7 +107,7 @@ def test_a_preparation_is_over_when_the_sender_is_connected() -> None:
     ((transfer, then),) = connector.connecting
     assert transfer.peer_worker_id == RECEIVE.peer_worker_id and over == ["a"]
     then()
-    assert over == ["a", "d"] and not engine.core.scheduler.requests
+    assert over == ["a", "d"] and not engine.scheduler.requests
 
 
 async def test_a_process_asks_for_the_kv_of_a_request_before_it_is_added() -> None:

@@ -35,7 +35,7 @@ from engine.stepping.loop import Inbox
 from roles.table import STAGES
 from tests.clock import Clock
 from tests.engine_scheduling.gates import GATES, STARTS, DeviceExecutor, MakeGate
-from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request, fake_settings
+from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request, fake_settings, scheduler_of
 from tests.fakes.engine.fakes import (
     CRASH_TOKEN,
     FAKE_EOS,
@@ -66,7 +66,7 @@ def test_start_up_order() -> None:
 
     core = EngineCore(fake_settings(), Transfers(connect, STAGES), start=start)
     assert happened == ["executor, weights, KV cache", "connector for 4 tokens of fake:fake", "rank started"]
-    assert core.info.num_blocks == 20 and core.scheduler.pool.num_blocks == 20
+    assert core.info.num_blocks == 20 and scheduler_of(core).pool.num_blocks == 20
     assert (core.info.vocab_size, core.info.eos_token_ids) == (FAKE_VOCAB_SIZE, (FAKE_EOS,))
     assert core.info.control_address == "127.0.0.1:9"
 

@@ -34,7 +34,7 @@ def test_a_prompt_becomes_an_embedding_and_no_token(pooling: PoolingParams, prom
     assert (output.token_ids, output.finish_reason, output.is_leg_finished) == ([], FinishReason.STOP, True)
     assert (output.num_cached_tokens, output.timings is not None) == (0, True)
     assert engine.executor.runner.num_forward_passes == -(-len(prompt) // 32)
-    assert not engine.scheduler.load.has_requests()
+    assert not engine.scheduler.has_requests()
     assert engine.pool.usage == 0
 
 

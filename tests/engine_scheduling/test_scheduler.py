@@ -96,9 +96,9 @@ def test_no_more_than_max_num_seqs_run() -> None:
     assert len(engine.scheduler.requests) == 3
     assert engine.scheduler.requests and not engine.scheduler.live.finished_req_ids
     engine.step()
-    assert engine.scheduler.live.finished_req_ids and engine.scheduler.load.has_requests()
+    assert engine.scheduler.live.finished_req_ids and engine.scheduler.has_requests()
     engine.run()
-    assert not engine.scheduler.load.has_requests()
+    assert not engine.scheduler.has_requests()
 
 
 def test_higher_priority_starts_earlier() -> None:
@@ -208,7 +208,7 @@ def test_second_request_finds_the_first_ones_blocks() -> None:
     engine.run()
     assert [engine.outputs[f"{name}#0.0"][0].num_cached_tokens for name in "abc"] == [0, 8, 0]
     assert engine.tokens("b#0.0") == engine.tokens("a#0.0") == fake_answer(prompt, 2)
-    stats = engine.scheduler.load.make_stats().prefix_cache_stats
+    stats = engine.scheduler.make_stats().prefix_cache_stats
     assert (stats.requests, stats.queries, stats.hits, stats.reset) == (3, 36, 8, False)
     assert engine.scheduler.totals.num_cached_tokens == 8
 
@@ -287,7 +287,7 @@ def test_nan_logits_end_the_request_and_its_kv_is_not_reused() -> None:
     engine.run()
     assert engine.end("bad#0.0").error_kind == "internal"
     assert engine.tokens("good#0.0") == fake_answer([1, 2], 4)
-    assert engine.scheduler.load.make_stats().num_corrupted_reqs == 1
+    assert engine.scheduler.make_stats().num_corrupted_reqs == 1
     engine.add(fake_request("again", list(range(1, 10))))
     engine.run()
     assert engine.outputs["again#0.0"][0].num_cached_tokens == 0

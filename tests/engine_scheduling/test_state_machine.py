@@ -277,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._check_end(key, request)
         states = engine.pool.count_by_state()
         assert (states["held"], states["quarantined"]) == (0, 0)
-        assert not engine.scheduler.load.has_requests() and engine.core.seconds_to_deadline() is None
+        assert not engine.scheduler.has_requests() and engine.core.seconds_to_deadline() is None
 
     def _check_end(self, key: str, request: EngineRequest) -> None:
         end, num_tokens = self.engine.end(key), len(self.engine.tokens(key))

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.outputs import SchedulerOutput
-from engine.scheduling.load import StepTimes
+from engine.scheduling.stats import StepTimes
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 
 
@@ -43,7 +43,7 @@ def test_queued_tokens_are_those_of_prompts_that_are_not_computed() -> None:
         engine.add(fake_request(name, list(range(1, 13)), max_tokens=4))
     queued = []
     for _ in range(20):
-        queued.append(engine.scheduler.load.make_stats().num_queued_prompt_tokens)
+        queued.append(engine.scheduler.make_stats().num_queued_prompt_tokens)
         engine.step()
     assert queued[0] == 36
     assert queued == sorted(queued, reverse=True)
@@ -53,11 +53,11 @@ def test_queued_tokens_are_those_of_prompts_that_are_not_computed() -> None:
 
 def test_leases_and_fetches_are_counted() -> None:
     engine = SteppedEngine()
-    assert engine.scheduler.load.make_stats().num_free_blocks == engine.pool.num_usable_blocks
+    assert engine.scheduler.make_stats().num_free_blocks == engine.pool.num_usable_blocks
     engine.add(fake_request("p", list(range(1, 14)), transfer=SEND))
     engine.run()
-    stats = engine.scheduler.load.make_stats()
+    stats = engine.scheduler.make_stats()
     assert (stats.num_leases, stats.num_fetches) == (1, 0)
     assert 0 < stats.num_free_blocks < engine.pool.num_usable_blocks
     engine.add(fake_request("d", list(range(1, 14)), transfer=RECEIVE))
-    assert engine.scheduler.load.make_stats().num_fetches == 1
+    assert engine.scheduler.make_stats().num_fetches == 1

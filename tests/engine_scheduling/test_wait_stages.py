@@ -122,7 +122,7 @@ def test_it_runs_into_its_deadline_there() -> None:
     engine.step()
     end = engine.end("a#0.0")
     assert (end.error_kind, end.error_message) == ("overloaded", "no adapter after 7 s")
-    assert stage.given_up == ["a#0.0"] and not engine.scheduler.load.has_requests()
+    assert stage.given_up == ["a#0.0"] and not engine.scheduler.has_requests()
 
 
 def test_the_time_in_a_stage_begins_when_the_earlier_one_is_left() -> None:

@@ -114,7 +114,7 @@ class EngineSide:
     @property
     def needs_step(self) -> bool:
         """Return whether a step may change something."""
-        return self.scheduler.load.needs_step() or not self.completions.is_empty
+        return self.scheduler.needs_step() or not self.completions.is_empty
 
     def accept(
         self, number: int, attempt: int, num_delivered: int, transfer: SendTransfer | ReceiveTransfer | None
@@ -157,11 +157,11 @@ class EngineSide:
             self._carry_out_hand_off(order)
         except KvbatonError:
             return False
-        self._send(self.scheduler.live.outbox.flush())
+        self._send(self.scheduler.flush_urgent())
         return True
 
     def _carry_out_hand_off(self, order: HandOff) -> None:
-        self.scheduler.live.hand_off(order)
+        self.scheduler.hand_off(order)
 
     def _send(self, outputs: dict[int, list[EngineOutput]]) -> None:
         for one in (one for of_client in outputs.values() for one in of_client):

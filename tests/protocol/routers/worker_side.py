@@ -94,7 +94,7 @@ class Engine:
 
     async def hand_off(self, order: HandOff, _seconds: float) -> None:
         """Hand a request off."""
-        self._scheduler.live.hand_off(order)
+        self._scheduler.hand_off(order)
 
     async def abort(self, request_id: str, attempt: int | None, choice: int | None = None) -> None:
         """End a request."""
@@ -210,7 +210,7 @@ class SessionsSide(EngineSide):
         self._sessions.send_credit()
 
     def _next_step(self) -> SettlingStep:
-        stats = self.scheduler.load.make_stats()
+        stats = self.scheduler.make_stats()
         is_mixed = self.lifecycle.rules.has_mixed_kv(
             num_leases=stats.num_leases, num_fetches=stats.num_fetches
         )
