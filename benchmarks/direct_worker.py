@@ -19,7 +19,7 @@ from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
-from wire.membership import from_proto
+from wire.messages import from_proto
 
 _PEER_SECONDS = 10.0
 _SESSION = "benchmark"

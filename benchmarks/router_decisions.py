@@ -33,7 +33,7 @@ from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
 from router.workers.registry import Registry
 from tests.fakes.router.worker import kv_layout
-from wire.membership import from_proto
+from wire.messages import from_proto
 
 _NUM_WORKERS = (2, 100, 1000)
 _REQUESTS = 400

@@ -30,7 +30,7 @@ from protos import group_pb2_grpc
 from serving.cluster_tls import ClusterTls, Party
 from serving.errors import abort
 from serving.grpc_options import internal_server_options, internal_stream_options, start_grpc
-from wire.numbers import check_numbers
+from wire.messages import check_numbers
 
 logger = logging.getLogger(__name__)
 

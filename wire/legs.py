@@ -14,7 +14,7 @@ from contract.errors import InvalidRequestError
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import PARAMETERS, Grammar, SamplingParams
 from protos import worker_pb2 as pb
-from wire.numbers import check_numbers
+from wire.messages import check_numbers
 
 _grammar = converter(Grammar)
 # The parameters that are one field of the message, with the same name.

@@ -7,8 +7,7 @@ from contract.errors import InternalError
 from contract.membership import Load
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
-from wire.membership import to_proto
-from wire.numbers import check_numbers
+from wire.messages import check_numbers, to_proto
 
 
 def step_to_proto(outputs: Iterable[EngineOutput], load: Load | None) -> pb.StepOutput:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from contract.membership import Credit, CreditUse
-from wire.numbers import BadNumberError
+from wire.messages import BadNumberError
 
 _SLACK = 10
 """An idle holder counts as if it used this part (a tenth) of an equal share, so that it can begin work at once."""

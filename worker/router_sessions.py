@@ -18,7 +18,7 @@ from contract.requests import EngineRequest, SendTransfer
 from engine.scheduling.stats import SchedulerStats
 from protos import worker_pb2 as pb
 from serving.gpu_memory import GpuMemory, GpuMemoryReader
-from wire.membership import from_proto, to_proto
+from wire.messages import from_proto, to_proto
 from wire.tokens import step_to_proto
 from worker.credit_shares import CreditShares, Use
 from worker.lifecycle import Lifecycle

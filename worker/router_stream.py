@@ -22,8 +22,7 @@ from protos import worker_pb2_grpc
 from serving.cluster_tls import ROUTER_NAME, ClusterTls
 from serving.event_loop import is_being_cancelled
 from serving.grpc_options import internal_stream_options
-from wire.membership import from_proto
-from wire.numbers import BadNumberError
+from wire.messages import BadNumberError, from_proto
 
 logger = logging.getLogger(__name__)
 

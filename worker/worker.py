@@ -17,8 +17,7 @@ from serving.admin import facts_of
 from serving.cluster_tls import ClusterTls, worker_tls
 from serving.gpu_memory import reader_of
 from wire.legs import cancel_from_proto
-from wire.membership import from_proto, to_proto
-from wire.numbers import BadNumberError
+from wire.messages import BadNumberError, from_proto, to_proto
 from worker.draining import Drain, Emptiness
 from worker.flipping import Flip
 from worker.lifecycle import Lifecycle

@@ -27,8 +27,7 @@ from router.workers.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, router_tls, worker_name
 from serving.grpc_options import internal_server_options, start_grpc
 from serving.grpc_unauthenticated import UnauthenticatedConnections
-from wire.membership import from_proto, to_proto
-from wire.numbers import BadNumberError
+from wire.messages import BadNumberError, from_proto, to_proto
 
 logger = logging.getLogger(__name__)
 _REGISTRATION_SECONDS = 10.0

@@ -18,7 +18,7 @@ from router.tokens.inbox import Event
 from router.workers.capacity import WorkerCapacity
 from router.workers.order_stream import OrderStream
 from router.workers.worker_calls import WorkerCalls
-from wire.membership import from_proto, to_proto
+from wire.messages import from_proto, to_proto
 
 LegKey = tuple[str, int, int]
 """(request id, attempt, choice)"""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from contract.errors import DeadlineError, KvbatonError
 from protos import worker_pb2 as pb
-from wire.numbers import BadNumberError
+from wire.messages import BadNumberError
 
 _MAX_BYTES = 2**20
 """Size of the starts in one message beyond which further ones are sent in the next message."""

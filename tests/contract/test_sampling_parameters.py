@@ -25,7 +25,7 @@ OTHER_MEANINGS: dict[str, dict[str, str]] = {
         "router/routing/views.py": "Credits WorkerView",
         "router/workers/attached_worker.py": "AttachedWorker WorkerView",
         "router/workers/worker_facts.py": "worker_facts",
-        "wire/numbers.py": "MappingProxyType",
+        "wire/messages.py": "MappingProxyType",
         "worker/credit_shares.py": "CreditShares",
         "worker/role_rules.py": "Credit",
         "worker/router_sessions.py": "RouterSessions",

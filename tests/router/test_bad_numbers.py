@@ -18,7 +18,7 @@ from tests.fakes.router.script import Script
 from tests.fakes.router.worker import ScriptedWorker
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
-from wire.numbers import numbers_of
+from wire.messages import numbers_of
 
 ANSWER = "abcdef"
 BOTH = (Role.AGGREGATED,)

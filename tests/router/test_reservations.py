@@ -37,7 +37,7 @@ from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
 from router.workers.registry import Registry
 from tests.fakes.router.worker import kv_layout
-from wire.membership import from_proto
+from wire.messages import from_proto
 
 REQUEST = PlacementRequest(num_prompt_tokens=10, num_answer_tokens=5)
 

@@ -27,7 +27,7 @@ from router.workers.order_stream import OrderStream
 from router.workers.registry import Registry
 from tests.fakes.router.worker import kv_layout
 from tests.router.test_reservations import Queue, next_rounds
-from wire.membership import from_proto
+from wire.messages import from_proto
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 LAYOUT = from_proto(KVLayout, kv_layout())

@@ -26,7 +26,7 @@ from tests.router.cluster import running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.text.tiny_model import END, byte_ids
-from wire.membership import from_proto
+from wire.messages import from_proto
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 LONG = "x" * 50

@@ -17,7 +17,7 @@ from contract.requests import (
 )
 from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
-from wire.numbers import RANGES, numbers_of
+from wire.messages import RANGES, numbers_of
 
 UINT32 = st.integers(0, 2**32 - 1)
 FLOAT32 = st.floats(allow_nan=False, allow_infinity=False, width=32)

@@ -12,7 +12,7 @@ from protos import group_pb2
 from protos import worker_pb2 as pb
 from tests.wire.test_fields import EXAMPLES, request
 from tests.wire.test_round_trips import CODECS, Codec
-from wire.numbers import RANGES, BadNumberError, check_numbers, numbers_of
+from wire.messages import RANGES, BadNumberError, check_numbers, numbers_of
 
 KINDS = [
     cast("type[Message]", getattr(module, name))

@@ -23,7 +23,7 @@ from wire.legs import (
     sampling_from_proto,
     task_from_proto,
 )
-from wire.membership import from_proto
+from wire.messages import from_proto
 from wire.tokens import output_from_proto, output_to_proto, step_to_proto
 
 

@@ -37,7 +37,7 @@ from wire.legs import (
     task_from_proto,
     task_to_proto,
 )
-from wire.membership import from_proto, to_proto
+from wire.messages import from_proto, to_proto
 from wire.tokens import (
     logprobs_from_proto,
     logprobs_to_proto,

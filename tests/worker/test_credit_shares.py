@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from contract.membership import Credit, CreditUse
 from tests.soak_settings import machine_settings, soaked
-from wire.numbers import BadNumberError
+from wire.messages import BadNumberError
 from worker.credit_shares import CreditShares, Use
 
 MAX_ROUTERS = 6

@@ -15,7 +15,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import router_tls, worker_tls
 from serving.grpc_options import internal_server_options
-from wire.membership import from_proto
+from wire.messages import from_proto
 from worker.router_stream import RouterAddress, RouterStream
 
 SECRET = "a secret of the tests, of 32 or more characters"

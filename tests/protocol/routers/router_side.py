@@ -20,7 +20,7 @@ from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.worker_side import ignore
 from tests.protocol.routers.world import Call, Order
 from tests.protocol.sink import Sink
-from wire.membership import from_proto
+from wire.messages import from_proto
 from wire.tokens import output_from_proto
 
 ELSEWHERE = "another router's"

@@ -1,21 +1,29 @@
-"""The range of each number in the messages between routers and workers, and the check of a received message.
+"""The messages between routers and workers: the range of each number, the check of a received one, and their conversion.
 
 A peer chooses these numbers: one that is not finite, negative or absurd would spoil what is calculated from it far away
-from here. So every ``*_from_proto`` begins with ``check_numbers``, and a test compares ``RANGES`` with the protocol's
+from here. So every ``*from_proto`` begins with ``check_numbers``, and a test compares ``RANGES`` with the protocol's
 descriptors. A field that is unset reads as 0, which every range therefore contains unless the field is always sent. A range
 that is all of the field's type costs nothing: an attempt compares the numbers of a TokenEntry with what it has asked for.
+
+Messages about workers and routers themselves (registration, acceptance, load, credit) have the fields of a struct of that
+name (tests/wire/test_fields.py), so two functions convert all of them: ``to_proto(pb.Credit, credit)`` and
+``from_proto(Credit, message)``. Those of requests are in ``legs.py`` and ``tokens.py``.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
+import msgspec
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from msgspec import structs
 
 from contract.errors import InvalidRequestError
+from contract.layout import KVLayout
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
 from contract.options import MAX_SECONDS
 from contract.requests import MAX_CHOICES
 from contract.sampling import MAX_LOGIT_BIAS, NUMBERS, PARAMETERS
@@ -217,3 +225,32 @@ _CHECKS = {
     for name in pb.DESCRIPTOR.message_types_by_name
     for kind in [cast("type[Message]", getattr(pb, name))]
 }
+
+
+_M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T", bound=msgspec.Struct)
+_STRUCTS = (Credit, CreditUse, DrainOrder, KVLayout, Load, Registration, RoleOrder, Welcome)
+# A number that a worker measures may be 0, so a worker that measures none leaves the field out.
+_OPTIONAL: dict[type[msgspec.Struct], list[Any]] = {
+    kind: [field.name for field in structs.fields(kind) if field.default is None] for kind in _STRUCTS
+}
+
+
+def to_proto(kind: type[_M], content: msgspec.Struct) -> _M:
+    """Return the message of this kind with the fields of ``content``; those that are None stay unset."""
+    return kind(**msgspec.to_builtins(content))
+
+
+def from_proto(kind: type[_T], message: Message) -> _T:
+    """Return the struct with the fields of a message from a peer. Raises BadNumberError.
+
+    A registration may be incomplete: the registry checks it.
+    """
+    check_numbers(message)
+    fields = {name: getattr(message, name) for name in kind.__struct_fields__}
+    for name in _OPTIONAL[kind]:
+        if not message.HasField(name):
+            fields[name] = None
+        elif name == "kv_layout":
+            fields[name] = from_proto(KVLayout, fields[name])
+    return kind(**fields)
