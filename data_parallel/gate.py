@@ -49,7 +49,7 @@ class GroupGate(StepGate):
     def on_end(self, *, is_empty: bool) -> None:
         """See StepGate."""
 
-    def completed(self, settings: EngineSettings) -> EngineSettings:
+    def complete_settings(self, settings: EngineSettings) -> EngineSettings:
         """See StepGate: the place where the ranks' collectives find each other."""
         plan = self._member.plan
         found = {

@@ -56,9 +56,9 @@ class KVReceiver:
         self._connector.start_fetch(request.engine_request)
         self._waiting[request.key] = request
 
-    def take_events(self) -> None:
+    def process_events(self) -> None:
         """Record what the connector has reported."""
-        for event in self._connector.take_events():
+        for event in self._connector.pop_events():
             match event:
                 case Published(key, kv_fingerprint) if key in self._waiting:
                     if kv_fingerprint is not None:
@@ -85,7 +85,7 @@ class KVReceiver:
         self._arrived = []
         for request in arrived:
             self._forget(request)
-            request.received = self._connector.take_received(request.key)
+            request.received = self._connector.pop_received(request.key)
         return failed + [Ready(request) for request in arrived]
 
     def reserve(self, num_promised: int, other: Request | None) -> None:

@@ -264,7 +264,7 @@ class StreamingClient:
     ) -> Self:
         """Load the model; ``options`` are those of EnginePlan. Raises the error that kept it from starting."""
         plan = EnginePlan(settings=settings, transfers=transfers, **options)
-        return await cls(cls.make_link(plan)).started()
+        return await cls(cls.make_link(plan)).wait_started()
 
     @property
     def stats(self) -> SchedulerStats:
@@ -276,7 +276,7 @@ class StreamingClient:
         """See EngineClient. The reason is that the engine makes no progress, or has died."""
         return "it has died" if self.died.is_set() else self._link.complaint
 
-    async def started(self) -> Self:
+    async def wait_started(self) -> Self:
         """Wait until the engine is up. Raises the error that kept it from starting."""
         try:
             self.info = await self._delivery.started

@@ -13,7 +13,7 @@ from engine.scheduling.remote_kv import RemoteKV, TransferStages
 
 if TYPE_CHECKING:
     from engine.executor import Executor
-TakeFinished = Callable[[], tuple[set[str], set[str]]]
+GetFinished = Callable[[], tuple[set[str], set[str]]]
 """Returns the keys of transfers that the ranks have finished since the last call: (sent, received)."""
 
 
@@ -31,14 +31,14 @@ class EngineConnector:
     scheduler: the half beside the scheduler. address: "host:port" of the control link, empty without a connector.
     progress: how far the connector's threads have come; from any thread, without waiting for one.
     next_arrival: returns when, on the clock, the KV of a request is expected; None if no sender has announced any.
-    has_arrived: returns whether KV has arrived that ``take_finished`` has not returned; from any thread. has_work: returns
+    has_arrived: returns whether KV has arrived that ``get_finished`` has not returned; from any thread. has_work: returns
     whether the half beside the scheduler has events to process, or orders for the ranks.
     """
 
     def __init__(self, pair: ConnectorPair | None = None, stages: TransferStages | None = None) -> None:
         self.scheduler = pair.scheduler if pair else None
         self._stages = stages
-        self.take_finished: TakeFinished = pair.ranks.take_finished if pair else lambda: (set(), set())
+        self.get_finished: GetFinished = pair.ranks.get_finished if pair else lambda: (set(), set())
         receiver = pair.scheduler.receiver if pair else None
         # Not methods that call these, as they are asked around every step (see ``PacedGate``).
         self.has_work: Callable[[], bool] = pair.scheduler.has_work if pair else lambda: False

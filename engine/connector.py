@@ -19,7 +19,7 @@ On the receiver's side (decode):
 1. ``start_fetch`` when the request is added; it holds no block. A connector that ``ExpectsRequests`` may have begun before;
 2. a ``Published`` event: the sender has published its first range, so the scheduler may reserve;
 3. ``receive_into`` with the reserved blocks;
-4. the id in ``finished_recving``: every byte has landed and was verified; ``take_received`` gives the tokens; or
+4. the id in ``finished_recving``: every byte has landed and was verified; ``pop_received`` gives the tokens; or
    a ``Failed`` event: nothing of it may be used. ``Failed`` comes only when no read is outstanding;
 5. ``cancel_fetch`` at any time before: returns True when no read is outstanding (free the blocks now), else False: the
    blocks stay quarantined until a ``Drained`` event.
@@ -132,10 +132,10 @@ class ReceiverConnector(Protocol):
     def cancel_fetch(self, key: str) -> bool:
         """Stop fetching. True: no read is outstanding. False: a ``Drained`` event will follow."""
 
-    def take_received(self, key: str) -> Received:
+    def pop_received(self, key: str) -> Received:
         """Return the content of a transfer that is in ``finished_recving``; called exactly once."""
 
-    def take_events(self) -> list[TransferEvent]:
+    def pop_events(self) -> list[TransferEvent]:
         """Return the events since the last call, in order. Raises InternalError if the connector is broken."""
 
     def next_arrival(self) -> float | None:
@@ -184,7 +184,7 @@ class ExpectsRequests(Protocol):
     def expect(self, request: EngineRequest) -> None:
         """Ask for the KV of a request for which ``start_fetch`` or ``drop_expected`` follows.
 
-        ``take_events`` returns no event of it before. Raises InternalError for one whose KV is being fetched already.
+        ``pop_events`` returns no event of it before. Raises InternalError for one whose KV is being fetched already.
         """
 
     def drop_expected(self, key: str) -> None:
@@ -305,7 +305,7 @@ class RankConnector(Protocol):
     def execute(self, metadata: Any) -> None:
         """Carry out a step's orders, after that step's forward pass has been computed. Does not block."""
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         """Return request ids (finished_sending, finished_recving) since the last call."""
 
     def close(self) -> None:
@@ -348,7 +348,7 @@ class RanksConnector(Protocol):
     def begin(self) -> None:
         """Begin to serve peers: every rank has opened its half and started it on its pool."""
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         """Return request ids (finished_sending, finished_recving) since the last call, finished on all ranks."""
 
     def close(self) -> None:
@@ -360,7 +360,7 @@ class SingleRankConnector:
 
     def __init__(self, half: RankConnector) -> None:
         self._half = half
-        self.take_finished = half.take_finished
+        self.get_finished = half.get_finished
         self.close = half.close
 
     def in_process(self) -> RankConnector:

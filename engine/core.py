@@ -28,7 +28,7 @@ from engine.startup import (
     SchedulerFactory,
     create_scheduler,
     describe_engine,
-    logged_start,
+    log_start,
     start_executor,
 )
 from engine.stepping.gate import PacedGate, StepGate, Work
@@ -67,11 +67,11 @@ class StepStarter:
             return started
         # Twice, because processing the events may start reads that end at once: blocks of a peer on this machine are there
         # before the next step is planned, and a request that waits for them joins this step instead of the one after it.
-        self._scheduler.on_transfers_finished(*self._connector.take_finished())
+        self._scheduler.on_transfers_finished(*self._connector.get_finished())
         if self._connector.has_work():
             self._scheduler.process_events()
             if self._connector.has_arrived():  # read from a peer's memory as soon as it had blocks
-                self._scheduler.on_transfers_finished(*self._connector.take_finished())
+                self._scheduler.on_transfers_finished(*self._connector.get_finished())
         return self._start(self._scheduler.schedule())
 
     def run_ahead(self, scheduled: SchedulerOutput, work: Work, may_start: Callable[[], bool]) -> None:
@@ -140,9 +140,9 @@ class EngineCore:
         self.gate = gate or PacedGate(settings.max_hold_share, clock)
         self._is_step_requested = False
         # Closed in the opposite order, also if a later one fails to start: the connector before the memory that it reads.
-        with logged_start(clock), ExitStack() as resources:
+        with log_start(clock), ExitStack() as resources:
             resources.callback(self.gate.close)
-            self.executor, num_blocks = start(settings := self.gate.completed(settings))
+            self.executor, num_blocks = start(settings := self.gate.complete_settings(settings))
             resources.callback(self.executor.shutdown)
             model = self.executor.model_info
             compiler = GrammarCompiler(
@@ -219,7 +219,7 @@ class EngineCore:
 
     def process_events(self) -> None:
         """Process what the connector has reported: transfers that ended, and those that need blocks."""
-        self.scheduler.on_transfers_finished(*self._connector.take_finished())
+        self.scheduler.on_transfers_finished(*self._connector.get_finished())
         self.scheduler.process_events()
 
     def next_arrival(self) -> float | None:

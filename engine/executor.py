@@ -229,7 +229,7 @@ class RanksExecutor(Executor):
             raise InternalError("rank 0 did not return the step's result")
         output: ModelRunnerOutput = self._types.decode_value(method, answers[0].value)
         if self._connector is not None:
-            sent, received = self._connector.take_finished()
+            sent, received = self._connector.get_finished()
             output.finished_sending = sent or None
             output.finished_recving = received or None
         return output

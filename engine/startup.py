@@ -26,7 +26,7 @@ ExecutorStart = Callable[[EngineSettings], tuple["Executor", int]]
 
 
 @contextmanager
-def logged_start(clock: Callable[[], float]) -> Iterator[None]:
+def log_start(clock: Callable[[], float]) -> Iterator[None]:
     """Log the time that the start of an engine, which is this block, has taken; nothing if it fails. clock: seconds."""
     started_at = clock()
     yield

@@ -55,7 +55,7 @@ class TransferFactory:
             if worker.is_single_rank:
                 data = RankData(each_rank[0], worker.counters, worker.completions)
             else:
-                data = RankDataGroup(each_rank, worker.counters, worker.completions.take)
+                data = RankDataGroup(each_rank, worker.counters, worker.completions.drain)
             undo.callback(data.close)
             control = ControlHalf(worker, links, data)
             connector: RanksConnector
@@ -117,7 +117,7 @@ class ControlHalf:
 
     def build_metadata(self) -> TransferMetadata | None:
         """Return this step's orders. Each is returned once, so the step that takes them must run."""
-        orders = self.sender.take_orders()
+        orders = self.sender.pop_orders()
         return TransferMetadata(orders) if orders else None
 
     def has_work(self) -> bool:

@@ -46,9 +46,9 @@ class Counters:
     def drain(self) -> dict[str, float]:
         """Return what was counted since the last call; afterwards nothing is."""
         with self._lock:
-            taken = dict(self._values)
+            drained = dict(self._values)
             self._values.clear()
-            return taken
+            return drained
 
     def snapshot(self) -> dict[str, float]:
         """Return all values."""
@@ -70,7 +70,7 @@ def _full_name(name: str, labels: dict[str, str]) -> str:
 
 
 class Completions:
-    """Keys whose hand-over is done, until the step thread takes them."""
+    """Keys whose hand-over is done, until the step thread drains them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,22 +92,22 @@ class Completions:
         with self._lock:
             self._received.discard(key)
 
-    def take(self) -> tuple[set[str], set[str]]:
+    def drain(self) -> tuple[set[str], set[str]]:
         """Return the keys (sent, received) since the last call."""
         with self._lock:
-            taken = (self._sent, self._received)
+            drained = (self._sent, self._received)
             self._sent = set()
             self._received = set()
-            return taken
+            return drained
 
     @property
     def has_received(self) -> bool:
-        """A completed fetch is waiting to be taken."""
+        """A completed fetch is waiting to be drained."""
         with self._lock:
             return bool(self._received)
 
     @property
     def is_empty(self) -> bool:
-        """There is nothing to take."""
+        """There is nothing to drain."""
         with self._lock:
             return not self._sent and not self._received

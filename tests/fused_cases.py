@@ -26,16 +26,16 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 def check_norm(size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Check with and without a residual, which is added to the states; each row is independent, bit by bit."""
-    from engine.fused.rows import normed
+    from engine.fused.rows import add_rms_norm
 
     norm = _norm_of(size, dtype, seed=1)
     states, added = (random(7, size, dtype=dtype, seed=seed) for seed in (2, 3))
     own, weight, more = states.to(device, copy=True), norm.weight.to(device), added.to(device)
-    assert_near(normed(own, None, weight, EPS), norm(states))
-    output = normed(own, more, weight, EPS)
+    assert_near(add_rms_norm(own, None, weight, EPS), norm(states))
+    output = add_rms_norm(own, more, weight, EPS)
     assert torch.equal(own.cpu(), states + added)
     assert_near(output, norm(states + added))
-    alone = normed(states[3:4].to(device, copy=True), more[3:4], weight, EPS)
+    alone = add_rms_norm(states[3:4].to(device, copy=True), more[3:4], weight, EPS)
     assert torch.equal(alone, output[3:4])
 
 
@@ -82,11 +82,11 @@ def check_turn(
 
 def check_gate(size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Check silu(gate) × up in float32, rounded once."""
-    from engine.fused.rows import gated
+    from engine.fused.rows import silu_and_mul
 
     packed = random(3, 2 * size, dtype=dtype)
     gate, up = torch.split(packed.float(), size, dim=1)
-    assert_near(gated(packed.to(device)), (F.silu(gate) * up).to(dtype))
+    assert_near(silu_and_mul(packed.to(device)), (F.silu(gate) * up).to(dtype))
 
 
 def _norm_of(size: int, dtype: torch.dtype, seed: int) -> RMSNorm:

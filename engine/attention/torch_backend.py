@@ -119,7 +119,7 @@ class PrefillRow:
     def mix(self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Attend: query ``[tokens, heads, head_dim]`` over key and value ``[kv_heads, seq_len, head_dim]``."""
         mask = self._mask(shape.sliding_window)
-        mixed = _mixed(shape, query.transpose(0, 1)[None], key[None], value[None], mask)
+        mixed = _attend(shape, query.transpose(0, 1)[None], key[None], value[None], mask)
         output.copy_(mixed[0].transpose(0, 1))
 
     def _mask(self, window: int | None) -> Tensor | None:
@@ -157,11 +157,13 @@ class DecodeGroup:
         if shape.sliding_window not in self._masks:
             visible = _visible(self._slots, self._positions[:, None], shape.sliding_window)
             self._masks[shape.sliding_window] = visible[:, None, None, :]
-        mixed = _mixed(shape, query[self.tokens][:, :, None], keys, values, self._masks[shape.sliding_window])
+        mixed = _attend(
+            shape, query[self.tokens][:, :, None], keys, values, self._masks[shape.sliding_window]
+        )
         output[self.tokens] = mixed[:, :, 0]
 
 
-def _mixed(shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def _attend(shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Attend over ``[batch, heads, tokens, head_dim]``; mask as in ``PrefillRow``, None is the causal square."""
     group = query.shape[1] // key.shape[1]
     if shape.softcap is None:

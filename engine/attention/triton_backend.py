@@ -60,7 +60,7 @@ class SharedTensors:
         """The list of splits whose content is in the tensors of these layers."""
         self._tensors: dict[object, Tensor] = {}
 
-    def take(self, name: object, size: int, device: torch.device) -> Tensor:
+    def get(self, name: object, size: int, device: torch.device) -> Tensor:
         """Return int32 ``[size]``, the beginning of the tensor of this name; the first call has the largest size."""
         if name not in self._tensors:
             self._tensors[name] = torch.zeros(size, dtype=torch.int32, device=device)
@@ -92,7 +92,7 @@ class TritonDecode(PagedAttention):
             slots=Slots(slots, num_cleared),
             query_starts=torch.arange(num_reqs + 1, dtype=torch.int32, device=device),
             seq_lens=seq_lens,
-            tables=shared.take("tables", num_reqs * max_blocks, device),
+            tables=shared.get("tables", num_reqs * max_blocks, device),
             table_starts=table_starts,
             tiles=torch.zeros(0, 2, dtype=torch.int32, device=device),
         )
@@ -150,11 +150,11 @@ class _SplitList:
         fields = ITEM_FIELDS if most_joined == 1 else RUN_FIELDS
         self.tensors = Pass(
             # The first size may have single splits where a later one joins them: room for both.
-            shared.take((packing, "items"), most_items * RUN_FIELDS, device)[: most_items * fields].view(
+            shared.get((packing, "items"), most_items * RUN_FIELDS, device)[: most_items * fields].view(
                 -1, fields
             ),
-            shared.take((packing, "units"), num_rows * UNIT_FIELDS, device).view(-1, UNIT_FIELDS),
-            shared.take((packing, "number"), 1, device),
+            shared.get((packing, "units"), num_rows * UNIT_FIELDS, device).view(-1, UNIT_FIELDS),
+            shared.get((packing, "number"), 1, device),
             most_items,
             is_combined=most_items > num_rows,
             is_joined=most_joined > 1,

@@ -100,7 +100,7 @@ class Workspace:
         """The bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def take(self, num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def get(self, num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return ``[num_rows]`` and ``[num_rows, width]``, valid until the next call."""
         needed = num_rows * (width + 1)
         if not self._buffers or len(self._buffers[-1]) < needed:
@@ -144,7 +144,7 @@ class PagedAttention:
         num_kv_heads = cache.shape[2]
         head_dim = cache.shape[-1]
         num_rows = num_kv_heads * packing.rows
-        logs, partial = self._workspace.take(each.most_items * num_rows, head_dim, query.device)
+        logs, partial = self._workspace.get(each.most_items * num_rows, head_dim, query.device)
         sizes = {name: sizes_of(cache.dtype, head_dim)[name] for name in ("head_dim", "dims")}
         units = {"num_kv_heads": num_kv_heads, "kept": packing.rows}
         padded = power_of_two(packing.rows)

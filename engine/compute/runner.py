@@ -229,7 +229,7 @@ class ModelRunner:
         if self._connector is not None:
             if scheduled.kv_connector_metadata is not None:
                 self._connector.execute(scheduled.kv_connector_metadata)
-            sent, received = self._connector.take_finished()
+            sent, received = self._connector.get_finished()
             output.finished_sending = sent or None
             output.finished_recving = received or None
         return output

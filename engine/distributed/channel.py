@@ -148,11 +148,11 @@ class Doorbell:
         return self._end.fileno()
 
     def ring(self) -> None:
-        """Announce a message; if the other process has ended, ``take`` notices it."""
+        """Announce a message; if the other process has ended, ``wait`` notices it."""
         with contextlib.suppress(OSError):
             self._end.send(b"!")
 
-    def take(self) -> bool:
+    def wait(self) -> bool:
         """Wait for the next announcement; return False if the other process has ended."""
         try:
             return bool(self._end.recv(1))
@@ -160,7 +160,7 @@ class Doorbell:
             return False
 
     def close(self) -> None:
-        """Close this end, so that the other end's ``take`` returns False."""
+        """Close this end, so that the other end's ``wait`` returns False."""
         self._end.close()
 
 
@@ -248,7 +248,7 @@ class RankChannel:
 
     def receive_answer(self) -> Answer | None:
         """Return the answer that the doorbell announces, or None if the process has ended instead."""
-        if not self.doorbell.take():
+        if not self.doorbell.wait():
             return None
         return self._decoder.decode(read_message(self._answers, 0, self.large))
 

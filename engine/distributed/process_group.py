@@ -62,7 +62,7 @@ class SymmetricSums:
         if dtype not in _DTYPES:
             raise _refusal(f"it adds float32 and bfloat16, and the model computes {dtype}")
 
-    def takes(self, part: Tensor) -> bool:
+    def accepts(self, part: Tensor) -> bool:
         """Return whether a sum of such parts is made here; not of numbers in another dtype than the model's."""
         return part.dtype in _DTYPES and part.nbytes <= NUM_BYTES and part.nbytes % _ALIGNMENT == 0
 
@@ -162,7 +162,7 @@ class TorchRankGroup:
     def add_up(self, part: Tensor) -> Tensor:
         """See RankGroup."""
         part = part.contiguous()
-        if self.sums is not None and self.sums.takes(part):
+        if self.sums is not None and self.sums.accepts(part):
             return self.sums.add_up(part)
         return self._add_up_by_group(part)
 

@@ -69,11 +69,11 @@ class RankLoop:
 
     def run(self) -> None:
         """Join the group, report the outcome, then answer each call until the engine closes the channel."""
-        self._send(_guarded(self._begin))
+        self._send(_run_guarded(self._begin))
         failed: Raised | None = None
-        while self._doorbell.take():
+        while self._doorbell.wait():
             call = self._decoder.decode(read_message(self._calls, self._plan.rank, self._large))
-            answer = failed or _guarded(partial(self._carry_out, call))
+            answer = failed or _run_guarded(partial(self._carry_out, call))
             failed = None
             if call.is_answered:
                 self._send(answer)
@@ -105,7 +105,7 @@ class RankLoop:
         self._doorbell.ring()
 
 
-def _guarded(action: Callable[[], Returned]) -> Answer:
+def _run_guarded(action: Callable[[], Returned]) -> Answer:
     """Run an action; what it raises becomes an answer. This is the boundary of a rank."""
     try:
         return action()

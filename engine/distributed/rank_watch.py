@@ -89,7 +89,7 @@ class RankWatch(threading.Thread):
                 if now - checked_at > 2 * self._interval:  # this process did not run itself
                     watch.was_away(now)
                 watch.ran(self._runtime(rank.pid), now, queued_nanoseconds(rank.pid))
-                watch.answered({RANK_CALLS: calls.look(rank.num_answered, rank.owes_step)}, now)
+                watch.on_answer({RANK_CALLS: calls.look(rank.num_answered, rank.owes_step)}, now)
                 if (reason := watch.complaint(now)) is not None:
                     logger.error("%s is killed: %s", rank.name, reason)
                     rank.kill(reason)

@@ -95,7 +95,7 @@ class _Fields:
             raise self.refused(name, f"only {shown or None} is served")
 
     def refused(self, name: str, why: str) -> SettingError:
-        """Make the error for one field."""
+        """Return the error for one field."""
         return bad_config(f"{self.place}.{name} is {self.values.get(name)!r:.80}; {why}")
 
 

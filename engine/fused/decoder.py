@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
-from engine.fused.rows import HeadNorms, Heads, gated, normed, rotated_heads
+from engine.fused.rows import HeadNorms, Heads, add_rms_norm, rotated_heads, silu_and_mul
 from engine.fused.small_batch import Norm, SmallBatch
 from engine.fused.small_batch_tiles import Form, Tiles
 from engine.models.config import DecoderConfig
@@ -38,7 +38,7 @@ class Residual:
         """Return the norm with weight ``norm [hidden_size]``."""
         added = self._added
         self._added = None
-        return normed(self._states, added, norm, self._eps)
+        return add_rms_norm(self._states, added, norm, self._eps)
 
     def multiplied(self, product: LinearOp, norm: Tensor) -> Tensor:
         """Return the product of the norm."""
@@ -51,7 +51,7 @@ class Residual:
         """Return silu(gate) × up; the product of the norm has gate and up side by side."""
         tiles = self._small_batch.tiles(product, self._states, Form.GATED)
         if tiles is None or product.matrix is None or product.is_partial:
-            return gated(product(self.normed(norm)))
+            return silu_and_mul(product(self.normed(norm)))
         return self._small_batch.multiply(product.matrix, *self._read(tiles, norm), is_gated=True)
 
     def add(self, product: LinearOp, states: Tensor) -> None:

@@ -19,7 +19,7 @@ _MOST_HEADS = 8
 _WARP_ELEMENTS = 256
 
 
-def normed(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Add ``added`` to ``states [num_tokens, size]`` in place, and return the norm."""
     num_tokens, size = states.shape
     output = torch.empty_like(states)
@@ -39,7 +39,7 @@ def normed(states: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> 
     return output
 
 
-def gated(packed: Tensor) -> Tensor:
+def silu_and_mul(packed: Tensor) -> Tensor:
     """Return silu(gate) × up, ``[num_tokens, size]``, of ``packed [num_tokens, 2 × size]``."""
     num_tokens = packed.shape[0]
     size = packed.shape[1] // 2

@@ -10,14 +10,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _gated(gate, up, dtype: tl.constexpr):
+def _silu_and_mul(gate, up, dtype: tl.constexpr):
     """Compute silu(gate) × up of products that are rounded as if they were stored."""
     rounded = gate.to(dtype).to(tl.float32)
     return rounded * tl.sigmoid(rounded) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _ended(
+def _apply_epilogue(
     total,
     up,
     bias,
@@ -34,12 +34,12 @@ def _ended(
     if is_gated:
         if has_bias:
             up += tl.load(bias + num_outputs + row, mask=is_row, other=0.0).to(tl.float32)
-        total = _gated(total, up, dtype)
+        total = _silu_and_mul(total, up, dtype)
     return total.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _joined(total, partial, arrived, target, mask, plane, split, splits: tl.constexpr):
+def _reduce_splits(total, partial, arrived, target, mask, plane, split, splits: tl.constexpr):
     """Store a split's sum; return whether all have arrived, and then their sum in their order."""
     tl.store(partial + split * plane + target, total, mask=mask)
     tl.debug_barrier()  # every thread has stored before one of them counts
@@ -101,7 +101,7 @@ def row_kernel(
         scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / num_inputs + eps)
         found *= scale
         up *= scale
-    found = _ended(found, up, bias, row, is_row, num_outputs, has_bias, is_gated, dtype)
+    found = _apply_epilogue(found, up, bias, row, is_row, num_outputs, has_bias, is_gated, dtype)
     if has_residual:
         found += before
     tl.store(output + row, found.to(dtype), mask=is_row)
@@ -154,9 +154,9 @@ def rows_kernel(
     is_last = True
     if splits > 1:
         plane = num_rows * num_outputs
-        is_last, total = _joined(total, partial, arrived + part, target, mask, plane, split, splits)
+        is_last, total = _reduce_splits(total, partial, arrived + part, target, mask, plane, split, splits)
     if is_last:
-        total = _ended(total, up_total, bias, row, is_row, num_outputs, has_bias, is_gated, dtype)
+        total = _apply_epilogue(total, up_total, bias, row, is_row, num_outputs, has_bias, is_gated, dtype)
         if has_residual:
             total += tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
         tl.store(output + target, total.to(dtype), mask=mask)

@@ -144,7 +144,7 @@ class MachineBuilder:
     def build(self, grammar: Grammar) -> Machine:
         """Compile a grammar. Raises InvalidRequestError for one that does not compile."""
         vocabulary = self._vocabulary()
-        with self._measured() as growth:
+        with self._measure_growth() as growth:
             matcher = build_matcher(grammar, vocabulary)
         return Machine(matcher, growth.num_bytes)
 
@@ -156,7 +156,7 @@ class MachineBuilder:
         ends = self._vocabulary().eos_tokens
         num_before = len(engine_request.prompt_token_ids) - engine_request.num_delivered_tokens
         bytes_before = machine.num_bytes
-        with self._measured() as growth:
+        with self._measure_growth() as growth:
             matcher = GrammarMatcher(machine, ends, engine_request, self._vocab_size)
             matcher.advance(engine_request.prompt_token_ids[num_before:])
         machine.begin(bytes_before, growth.num_bytes)
@@ -164,7 +164,7 @@ class MachineBuilder:
         return matcher
 
     @contextmanager
-    def _measured(self) -> Iterator[_Growth]:
+    def _measure_growth(self) -> Iterator[_Growth]:
         """Measure by how much the block grows the heap, even if it fails."""
         growth = _Growth()
         before = self._measure()

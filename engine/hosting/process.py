@@ -168,7 +168,7 @@ class EngineProcess:
                     self._watch = EngineWatch(self._timeouts, time.monotonic())
                     self._watching = asyncio.ensure_future(self._keep_watch(self._watch, receive))
                 case Progress(counts) if self._watch is not None:
-                    self._watch.answered(counts, time.monotonic())
+                    self._watch.on_answer(counts, time.monotonic())
                     continue
                 case Stopped(error):
                     self._has_stopped_as_asked = error is None

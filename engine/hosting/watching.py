@@ -91,7 +91,7 @@ class EngineWatch:
         self._computed = 0
         self._queued = 0
 
-    def answered(self, counts: Mapping[str, int], now: float) -> None:
+    def on_answer(self, counts: Mapping[str, int], now: float) -> None:
         """Record the counts that the engine has sent."""
         self._answered_at = now
         for name, value in counts.items():

@@ -98,7 +98,7 @@ class LayerPacker:
         layer.bias = self._bias(torch.cat(biases), outputs) if biases else None
         return layer
 
-    def gated(self, gate: Product, up: Product) -> CLinear:
+    def pack_gated(self, gate: Product, up: Product) -> CLinear:
         """Pack two layers into one: of each panel the gate has the first half and the other the second."""
         outputs = len(gate.weight) + len(up.weight)
         inputs = gate.weight.shape[1]
@@ -216,7 +216,7 @@ def _linear(packer: LayerPacker, layers: Sequence[LinearOp]) -> CLinear:
 
 
 def _gated(packer: LayerPacker, gate: LinearOp, up: LinearOp) -> CLinear:
-    packed = packer.gated(_matrix(gate), _matrix(up))
+    packed = packer.pack_gated(_matrix(gate), _matrix(up))
     gate.forget()
     up.forget()
     return packed

@@ -118,7 +118,7 @@ def bad_config(what: str) -> SettingError:
 
 
 def unserved(architecture: str, reason: str) -> SettingError:
-    """Make the error for a decoder of transformers that would give wrong answers here."""
+    """Return the error for a decoder of transformers that would give wrong answers here."""
     return SettingError(f"model: transformers' {architecture} is not served: {reason}", param="model")
 
 

@@ -70,7 +70,7 @@ def llama(raw: RawConfig) -> DecoderConfig:
     """Read Llama 1 to 3: optional biases, every layer sees the whole sequence."""
     bias = flag(raw, "attention_bias")
     return DecoderConfig(
-        **shared_fields(raw),
+        **read_shared_fields(raw),
         sliding_windows=(None,) * _num_layers(raw),
         qkv_bias=bias,
         output_bias=bias,
@@ -82,17 +82,17 @@ def mistral(raw: RawConfig) -> DecoderConfig:
     """Read Mistral: no biases; one sliding window for all layers (null disables it, a missing field is 4096)."""
     window = raw.get("sliding_window", _DEFAULT_WINDOW)
     windows = (None if window is None else positive_int(raw, "sliding_window", _DEFAULT_WINDOW),)
-    return DecoderConfig(**shared_fields(raw), sliding_windows=windows * _num_layers(raw))
+    return DecoderConfig(**read_shared_fields(raw), sliding_windows=windows * _num_layers(raw))
 
 
 def qwen2(raw: RawConfig) -> DecoderConfig:
     """Read Qwen2: biases on q, k and v; with ``use_sliding_window`` a window on the upper layers."""
-    return DecoderConfig(**shared_fields(raw), sliding_windows=_qwen_windows(raw), qkv_bias=True)
+    return DecoderConfig(**read_shared_fields(raw), sliding_windows=_qwen_windows(raw), qkv_bias=True)
 
 
 def qwen3(raw: RawConfig) -> DecoderConfig:
     """Read Qwen3: RMSNorm on each head's query and key, and an explicit head_dim."""
-    shape = shared_fields(raw) | {"head_dim": positive_int(raw, "head_dim", _QWEN3_HEAD_DIM)}
+    shape = read_shared_fields(raw) | {"head_dim": positive_int(raw, "head_dim", _QWEN3_HEAD_DIM)}
     bias = flag(raw, "attention_bias")
     return DecoderConfig(
         **shape, sliding_windows=_qwen_windows(raw), qkv_bias=bias, output_bias=bias, qk_norm=True
@@ -117,7 +117,7 @@ def qwen3_moe(raw: RawConfig) -> DecoderConfig:
     layers = range(_num_layers(raw))
     sparse = frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
     # Its head_dim, unlike that of Qwen3, follows from the other sizes if it is missing.
-    attention = replace(qwen3(raw), head_dim=shared_fields(raw)["head_dim"])
+    attention = replace(qwen3(raw), head_dim=read_shared_fields(raw)["head_dim"])
     return replace(attention, experts=experts, sparse_layers=sparse)
 
 
@@ -125,7 +125,7 @@ def _num_layers(raw: RawConfig) -> int:
     return positive_int(raw, "num_hidden_layers", limit=MAX_LAYERS)
 
 
-def shared_fields(raw: RawConfig) -> dict[str, Any]:
+def read_shared_fields(raw: RawConfig) -> dict[str, Any]:
     """Read the fields that all families share, as arguments of DecoderConfig. Raises SettingError."""
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise bad_config(f"hidden_act is {activation!r}; only 'silu' is served")

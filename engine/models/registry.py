@@ -51,7 +51,7 @@ ARCHITECTURES = {
 ARCHITECTURES["Qwen3MoeForCausalLM"] = Architecture("engine.models.families:qwen3_moe", may_fall_back=True)
 _FOR_TESTS = {
     "ScriptedForCausalLM": Architecture(
-        "engine.models.scripted_config:scripted_config",
+        "engine.models.scripted_config:read_config",
         "engine.models.scripted_config:scripted_tensors",
         "engine.models.scripted:ScriptedModel",
     )

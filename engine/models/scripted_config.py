@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.models.config import DecoderConfig, Head, RawConfig, bad_config
-from engine.models.families import shared_fields
+from engine.models.families import read_shared_fields
 from engine.models.registry import Shapes
 
 CODES = "model.embed_tokens.weight"
@@ -32,12 +32,12 @@ class ScriptedConfig(DecoderConfig):
         return self.max_position_embeddings.bit_length()
 
 
-def scripted_config(raw: RawConfig) -> ScriptedConfig:
+def read_config(raw: RawConfig) -> ScriptedConfig:
     """Read the configuration that ``write_scripted_model`` writes. Raises SettingError."""
     tokens = raw.get("script_tokens")
     if not isinstance(tokens, dict) or set(tokens) != set(MARKERS):
         raise bad_config(f"script_tokens is {tokens!r}; it must be an object of {', '.join(MARKERS)}")
-    fields = shared_fields(raw)
+    fields = read_shared_fields(raw)
     windows = (None,) * fields["num_layers"]
     return ScriptedConfig(**fields, sliding_windows=windows, tokens=ScriptTokens(**tokens))
 

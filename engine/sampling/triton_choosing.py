@@ -79,7 +79,7 @@ def _without_tail(weight, at, above, bottom, edge, limit, size):
 
 
 @triton.jit
-def _bounded(
+def _apply_top_k_top_p(
     word, num_listed, mode, total, above, low, high, settings, num_rows, index, top, size, scale: tl.constexpr
 ):  # fmt: skip
     """Apply top-k and top-p to the listed tokens.
@@ -224,7 +224,7 @@ def choose_kernel(
         if has_bounds:
             low = _border(plans, index, 1)
             high = _border(plans, index, 2)
-            mode, weight, at, total, edge, last = _bounded(
+            mode, weight, at, total, edge, last = _apply_top_k_top_p(
                 weight, num_listed, mode, total, above, low, high, settings, num_rows, index, top, size, scale
             )
         goal = scaled(uniform_of(settings, num_rows, index), total)

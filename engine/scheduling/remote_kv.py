@@ -77,7 +77,7 @@ class ReceiverStage(Protocol):
     def unserved(self) -> Request | None:
         """The first request that waits for blocks to receive into."""
 
-    def take_events(self) -> None:
+    def process_events(self) -> None:
         """Record what the connector has reported."""
 
     def note_arrived(self, keys: Collection[str]) -> None:
@@ -137,7 +137,7 @@ class NoTransfers:
         """Do nothing: there is nothing to send, to lend or to receive."""
 
     build_metadata = publish = finish = hand_off = finish_handed_off = end_leases = withdraw = _ignore
-    take_events = note_arrived = reserve = _ignore
+    process_events = note_arrived = reserve = _ignore
 
 
 _NONE = NoTransfers()

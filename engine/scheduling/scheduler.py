@@ -130,7 +130,7 @@ class Scheduler(SchedulerState):
 
     def process_events(self) -> None:
         """Queue what is ready; requests whose sender has computed them reserve blocks."""
-        self.remote_kv.receiver.take_events()
+        self.remote_kv.receiver.process_events()
         self._admit_ready()
         self.remote_kv.receiver.reserve(self.queues.num_promised_blocks(self.pool), self.queues.waiting.first)
 

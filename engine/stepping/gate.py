@@ -79,7 +79,7 @@ class StepGate(Protocol):
     def on_interrupt(self) -> None:
         """Record that a step has ended without results."""
 
-    def completed(self, settings: EngineSettings) -> EngineSettings:
+    def complete_settings(self, settings: EngineSettings) -> EngineSettings:
         """Return the engine's settings with what the gate has agreed upon with other engines."""
         return settings
 
@@ -216,7 +216,7 @@ class PacedGate:
         """See StepGate."""
         return False
 
-    def completed(self, settings: EngineSettings) -> EngineSettings:
+    def complete_settings(self, settings: EngineSettings) -> EngineSettings:
         """See StepGate."""
         return settings
 

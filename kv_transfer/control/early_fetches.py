@@ -107,7 +107,7 @@ class EarlyFetches:
         self._kept: list[TransferEvent] = []
         self.connect = connections.connect
         self.receive_into = fetches.receive_into
-        self.take_received = fetches.take_received
+        self.pop_received = fetches.pop_received
         self.next_arrival = fetches.next_arrival
         self.has_arrived = fetches.has_arrived
 
@@ -141,9 +141,9 @@ class EarlyFetches:
             self._kept = [event for event in self._kept if event.key != key]
         return self.fetches.cancel_fetch(key)
 
-    def take_events(self) -> list[TransferEvent]:
+    def pop_events(self) -> list[TransferEvent]:
         """See ``ReceiverConnector``."""
-        events = self.fetches.take_events()
+        events = self.fetches.pop_events()
         with self._lock:
             events = self._kept + events
             # The scheduler does not have these requests yet.
@@ -151,7 +151,7 @@ class EarlyFetches:
             return [event for event in events if event.key not in self._expected]
 
     def has_events(self) -> bool:
-        """Return True when ``take_events`` would return some, or keep some, or raise."""
+        """Return True when ``pop_events`` would return some, or keep some, or raise."""
         with self._lock:
             if any(event.key not in self._expected for event in self._kept):
                 return True

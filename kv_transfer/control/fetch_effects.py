@@ -48,7 +48,7 @@ class ArrivalEstimates:
         """Record the sender's newest estimate for a fetch."""
         self.expected[key] = (sender, at)
 
-    def arrived(self, key: str, now: float) -> None:
+    def on_arrival(self, key: str, now: float) -> None:
         """Record how late a fetch was, and expect those that belong to the same step at once."""
         if key not in self.expected:
             return
@@ -200,6 +200,6 @@ class FetchEffects:
             case ev.FetchNotice.RECEIVED:
                 if incoming.source is not None:
                     self.alternatives.note_success(incoming.source)
-                self.arrival_estimates.arrived(incoming.key, now)
+                self.arrival_estimates.on_arrival(incoming.key, now)
                 self._completions.add_received(incoming.key)
         self._later.append(self._worker.wake)

@@ -63,7 +63,7 @@ class FetchTransfers(Transfers):
         with self._acting():
             incoming = self._incoming.get(key)
             if incoming is not None:
-                step = fetch_side.reserved(incoming.fetch, tuple(block_ids), num_cached_blocks)
+                step = fetch_side.reserve(incoming.fetch, tuple(block_ids), num_cached_blocks)
                 self._apply(incoming, step)
 
     def cancel_fetch(self, key: str) -> bool:
@@ -71,7 +71,7 @@ class FetchTransfers(Transfers):
         with self._acting():
             incoming = self._incoming.get(key)
             if incoming is not None:
-                self._apply(incoming, fetch_side.cancelled(incoming.fetch))
+                self._apply(incoming, fetch_side.cancel(incoming.fetch))
             is_free = incoming is None or incoming.fetch.state is FetchState.FREE
             # A fetch whose reads are not terminal still has to report when its blocks are free.
             kept = () if is_free else (Drained,)
@@ -81,7 +81,7 @@ class FetchTransfers(Transfers):
             self._completions.discard_received(key)
             return is_free
 
-    def take_received(self, key: str) -> Received:
+    def pop_received(self, key: str) -> Received:
         """See ``ReceiverConnector``."""
         with self._acting():
             incoming = self._incoming.get(key)
@@ -91,24 +91,24 @@ class FetchTransfers(Transfers):
             report = fetch.report(incoming.num_bytes, incoming.since)
             self._effects.note_received(report)
             received = Received(list(fetch.first_tokens or ()), report)
-            self._apply(incoming, fetch_side.acknowledged(fetch))
+            self._apply(incoming, fetch_side.acknowledge(fetch))
             return received
 
-    def take_events(self) -> list[TransferEvent]:
+    def pop_events(self) -> list[TransferEvent]:
         """See ``ReceiverConnector``. Raises InternalError after ``fail``."""
         with self._acting():
             if self._failure is not None:
                 raise InternalError(self._failure)
-            taken = self._effects.events
+            events = self._effects.events
             self._effects.events = []
-            for event in taken:
+            for event in events:
                 incoming = self._incoming.get(event.key)
                 if incoming is not None and not isinstance(event, Published):
-                    self._apply(incoming, fetch_side.acknowledged(incoming.fetch))
-            return taken
+                    self._apply(incoming, fetch_side.acknowledge(incoming.fetch))
+            return events
 
     def has_events(self) -> bool:
-        """Return True when ``take_events`` would return some, or raise."""
+        """Return True when ``pop_events`` would return some, or raise."""
         with self._lock:
             return bool(self._effects.events) or self._failure is not None
 
@@ -124,7 +124,7 @@ class FetchTransfers(Transfers):
         return self._completions.has_received
 
     def fail(self, message: str) -> None:
-        """Make the next ``take_events`` raise, which ends the engine, and wake the core for it."""
+        """Make the next ``pop_events`` raise, which ends the engine, and wake the core for it."""
         with self._acting():
             self._failure = self._failure or message
             self._later.append(self._worker.wake)
@@ -163,7 +163,7 @@ class FetchTransfers(Transfers):
             source = self._effects.remove_peer(ref)
             for incoming in self._incoming:
                 if incoming.ref == ref:
-                    self._apply(incoming, fetch_side.sender_failed(incoming.fetch, kind, message))
+                    self._apply(incoming, fetch_side.on_sender_failed(incoming.fetch, kind, message))
         return source
 
     def on_message(self, ref: PeerRef, message: msg.SenderMessage) -> None:
@@ -185,7 +185,7 @@ class FetchTransfers(Transfers):
             try:
                 step = incoming.step_of(message, now)
             except TransferError as error:
-                step = fetch_side.sender_failed(incoming.fetch, error.kind, error.message)
+                step = fetch_side.on_sender_failed(incoming.fetch, error.kind, error.message)
             if step is not None:
                 self._apply(incoming, step)
 

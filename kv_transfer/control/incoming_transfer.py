@@ -87,22 +87,22 @@ class IncomingTransfer:
             case msg.BlocksPublished():
                 return self._published(message, now)
             case msg.PromptStarted():
-                return fetch_side.started(self.fetch) if self._accepts_lease(message.lease) else None
+                return fetch_side.on_started(self.fetch) if self._accepts_lease(message.lease) else None
             case msg.LayersReadable(first_block=first, num_blocks=num_blocks):
                 # Layers can be read ahead only if the sender's blocks are ours, byte by byte, and of one rank.
                 plan = self.announced.plan
                 if self.lease != message.lease or not plan.is_direct or plan.ours.num_ranks > 1:
                     return None
                 self._add_grants(message.grants)
-                return fetch_side.layers_announced(self.fetch, first, num_blocks, message.num_bytes)
+                return fetch_side.on_layers(self.fetch, first, num_blocks, message.num_bytes)
             case msg.TransferComplete(num_blocks=num_blocks):
                 self.announced.check_end(num_blocks)
-                return fetch_side.completed(self.fetch, self.fetch.num_blocks, tuple(message.first_tokens))
+                return fetch_side.on_completed(self.fetch, self.fetch.num_blocks, tuple(message.first_tokens))
             case msg.TransferFailed():
                 # The scheduler gets NOT_NEEDED or an ErrorKind.
                 is_known = message.kind == ev.NOT_NEEDED or message.kind in set(ErrorKind)
                 kind = message.kind if is_known else ErrorKind.INTERNAL
-                return fetch_side.sender_failed(self.fetch, kind, message.message)
+                return fetch_side.on_sender_failed(self.fetch, kind, message.message)
             case _:
                 return None
 
@@ -160,7 +160,7 @@ class IncomingTransfer:
             raise TransferError(f"the sender changed the lease of transfer {self.transfer_id} in the middle")
         self._add_grants(message.grants)
         ours = self.announced.add(message.first_block, message.digests, message.other_digests)
-        return fetch_side.announced(self.fetch, ours.start, len(ours), now) if ours else None
+        return fetch_side.on_announced(self.fetch, ours.start, len(ours), now) if ours else None
 
     def _accepts_lease(self, lease: str) -> bool:
         """Check the lease of a message; remember the first one seen."""

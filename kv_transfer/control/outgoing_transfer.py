@@ -125,13 +125,13 @@ class OutgoingTransfer:
                 self.other_digests = self.other_digests or [[] for _ in event.others]
                 for known, other in zip(self.other_digests, event.others, strict=True):
                     known.extend(other.digests)
-                return send_side.blocks_ready(self.send, event)
+                return send_side.on_blocks_ready(self.send, event)
             case ev.LayerRange(first, num_blocks):
                 if event.grants:  # they are not repeated when the range is whole
                     self.grants.append(RangeGrant(first, num_blocks, dict(event.grants)))
-                return send_side.layers_ready(self.send, event)
+                return send_side.on_layers_ready(self.send, event)
             case ev.RangeFailed():
-                return send_side.range_failed(self.send, event)
+                return send_side.on_range_failed(self.send, event)
 
     def message_of(self, action: ev.SendAction) -> msg.Message:
         """Return the message to the peer that this action stands for. Raises InternalError if it stands for none."""

@@ -85,10 +85,10 @@ class SendTransfers(Transfers):
             if self._outgoing.get(request.key) or (outgoing is not None and outgoing.key is not None):
                 raise InternalError(f"transfer {wire_key} of request {request.key} is already open")
             if outgoing is None:
-                send = send_side.begun(transfer, len(block_ids), self._worker.settings.lease_seconds)
+                send = send_side.begin(transfer, len(block_ids), self._worker.settings.lease_seconds)
                 outgoing = OutgoingTransfer(*wire_key, send, self._clock())
             else:
-                self._apply(outgoing, send_side.opened(outgoing.send, len(block_ids), self._clock()))
+                self._apply(outgoing, send_side.lend(outgoing.send, len(block_ids), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds, num_cached_tokens)
             # What the prefix cache holds can be published before the first step of the request.
             outgoing.request_blocks(num_cached_tokens, self._block_size)
@@ -104,27 +104,27 @@ class SendTransfers(Transfers):
         """See ``SenderConnector``."""
         with self._acting():
             outgoing = self._outgoing.find(key)
-            self._apply(outgoing, send_side.finished(outgoing.send, tuple(first_tokens), self._clock()))
+            self._apply(outgoing, send_side.finish(outgoing.send, tuple(first_tokens), self._clock()))
             self._look_by(outgoing.send.deadline)
 
     def abandon_send(self, key: str, kind: str, message: str) -> None:
         """See ``SenderConnector``. A request that lends nothing (any more) is left alone."""
         with self._acting():
             if outgoing := self._outgoing.get(key):
-                self._apply(outgoing, send_side.abandoned(outgoing.send, kind, message))
+                self._apply(outgoing, send_side.abandon(outgoing.send, kind, message))
 
-    def take_orders(self) -> list[PublishOrder]:
+    def pop_orders(self) -> list[PublishOrder]:
         """Return the orders for the blocks that the coming forward pass completes, each order once."""
         orders = []
         with self._acting():
             for outgoing in self._outgoing:
                 if outgoing.num_to_order:
                     orders.append(outgoing.order(self._worker))
-                    self._apply(outgoing, send_side.ordered(outgoing.send, outgoing.num_requested))
+                    self._apply(outgoing, send_side.order(outgoing.send, outgoing.num_requested))
         return orders
 
     def has_orders(self) -> bool:
-        """Return True when ``take_orders`` would return some."""
+        """Return True when ``pop_orders`` would return some."""
         with self._lock:
             return any(outgoing.num_to_order for outgoing in self._outgoing)
 
@@ -147,7 +147,7 @@ class SendTransfers(Transfers):
         with self._acting():
             outgoing = self._outgoing.get_by_wire((name.transfer_id, name.attempt))
             if outgoing is not None and outgoing.lease == name.lease:
-                self._apply(outgoing, send_side.readers_gone(outgoing.send))
+                self._apply(outgoing, send_side.on_readers_gone(outgoing.send))
 
     def on_fetch(self, peer: str, message: msg.FetchBlocks) -> None:
         """Process a FETCH: announce, park, or refuse."""
@@ -159,7 +159,7 @@ class SendTransfers(Transfers):
             if refusal is not None:
                 self._post(peer, msg.TransferFailed(*wire_key, refusal.kind, refusal.message))
             elif outgoing is not None:
-                self._apply(outgoing, send_side.fetch_arrived(outgoing.send, peer, message.from_block, now))
+                self._apply(outgoing, send_side.on_fetch(outgoing.send, peer, message.from_block, now))
             else:
                 settings = self._worker.settings
                 parked = OutgoingTransfer.parked(peer, message, settings, now)
@@ -180,16 +180,16 @@ class SendTransfers(Transfers):
         with self._acting():
             if outgoing := self._outgoing.get_by_wire((message.transfer_id, message.attempt)):
                 is_read = isinstance(message, msg.ReleaseLease)
-                rule = send_side.released if is_read else send_side.fetch_cancelled
+                rule = send_side.on_released if is_read else send_side.on_fetch_cancelled
                 self._apply(outgoing, rule(outgoing.send, peer, self._clock()))
 
     def on_heartbeat(self, peer: str) -> None:
         """Renew the leases of a peer that is alive."""
-        self._apply_all(partial(send_side.heartbeat, peer=peer, now=self._clock()))
+        self._apply_all(partial(send_side.on_heartbeat, peer=peer, now=self._clock()))
 
     def on_peer_gone(self, peer: str, reason: str) -> None:
         """End the leases of a peer that died, but those that another worker may take over."""
-        self._apply_all(partial(send_side.peer_gone, peer=peer, message=reason, now=self._clock()))
+        self._apply_all(partial(send_side.on_peer_gone, peer=peer, message=reason, now=self._clock()))
 
     def tick(self, now: float) -> float:
         """Expire overdue leases and parked fetches; return the next deadline, inf if there is none."""

@@ -85,10 +85,10 @@ class DataHalf:
         """See RankConnector."""
         return self._watch.begin(orders_of(metadata))
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         """See RankConnector. Called before each step."""
         self._num_bytes_at_once = 0
-        return self._completions.take()
+        return self._completions.drain()
 
     def post_pull(self, job: PullJob) -> Callable[[], None] | None:
         """Begin a read; it ends with PieceVerified, JobFailed or JobStopped.

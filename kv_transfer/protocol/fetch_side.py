@@ -125,7 +125,7 @@ def _enter(fetch: Fetch, state: FetchState) -> Fetch:
     return replace(fetch, state=state)
 
 
-def announced(fetch: Fetch, first_block: int, num_blocks: int, now: float) -> FetchStep:
+def on_announced(fetch: Fetch, first_block: int, num_blocks: int, now: float) -> FetchStep:
     """Read the blocks from ``first_block`` on, which the sender published, or fail if they do not follow the others."""
     if fetch.has_ended or fetch.state is FetchState.COMMITTED:
         return fetch, []
@@ -145,14 +145,14 @@ def _report_published(fetch: Fetch) -> FetchStep:
     return replace(fetch, is_published=True), [] if fetch.is_published else [ev.FetchNotice.PUBLISHED]
 
 
-def started(fetch: Fetch) -> FetchStep:
+def on_started(fetch: Fetch) -> FetchStep:
     """Let blocks be reserved: the sender computes in blocks that it has, and publishes without waiting (law 4)."""
     if fetch.has_ended or fetch.state is FetchState.COMMITTED:
         return fetch, []
     return _report_published(fetch)
 
 
-def layers_announced(fetch: Fetch, first_block: int, num_blocks: int, num_bytes: int) -> FetchStep:
+def on_layers(fetch: Fetch, first_block: int, num_blocks: int, num_bytes: int) -> FetchStep:
     """Read ahead the first ``num_bytes`` of each block.
 
     A hint: the bytes count only when their blocks are announced, pulled and verified.
@@ -172,13 +172,13 @@ def layers_announced(fetch: Fetch, first_block: int, num_blocks: int, num_bytes:
     return fetch, [ev.PullBlocks(first_block, fetch.block_ids[first_block:end], part)]
 
 
-def _read_ahead_over(fetch: Fetch, event: ev.ReadAheadOver) -> FetchStep:
+def _on_read_ahead_over(fetch: Fetch, event: ev.ReadAheadOver) -> FetchStep:
     if event.copy is not None:
         fetch = replace(fetch, copies=(*fetch.copies, event.copy))
     return _go_on(fetch)
 
 
-def completed(fetch: Fetch, num_blocks: int, first_tokens: tuple[FirstToken, ...]) -> FetchStep:
+def on_completed(fetch: Fetch, num_blocks: int, first_tokens: tuple[FirstToken, ...]) -> FetchStep:
     """Note the first tokens: the sender published everything, as ``num_blocks`` of our blocks."""
     if fetch.has_ended or fetch.first_tokens is not None:
         return fetch, []
@@ -191,7 +191,7 @@ def completed(fetch: Fetch, num_blocks: int, first_tokens: tuple[FirstToken, ...
     return _receive(replace(fetch, first_tokens=first_tokens))
 
 
-def sender_failed(fetch: Fetch, kind: str, message: str) -> FetchStep:
+def on_sender_failed(fetch: Fetch, kind: str, message: str) -> FetchStep:
     """End the fetch if it still needs the sender, which gave up the transfer or is dead."""
     is_whole = fetch.first_tokens is not None and fetch.state in _LANDED_STATES
     if fetch.has_ended or is_whole:
@@ -199,7 +199,7 @@ def sender_failed(fetch: Fetch, kind: str, message: str) -> FetchStep:
     return _fail(fetch, kind, message)
 
 
-def reserved(fetch: Fetch, block_ids: tuple[int, ...], num_cached: int) -> FetchStep:
+def reserve(fetch: Fetch, block_ids: tuple[int, ...], num_cached: int) -> FetchStep:
     """Read into these blocks: the scheduler called ``receive_into``."""
     if len(block_ids) != fetch.num_blocks or not 0 <= num_cached <= fetch.num_blocks:
         raise ImpossibleEventError(
@@ -239,18 +239,18 @@ def _settle(fetch: Fetch) -> FetchStep:
     return fetch, [ev.CommitBlocks(fetch.block_ids[fetch.num_cached :])]
 
 
-def _piece_landed(fetch: Fetch, event: ev.PieceLanded) -> FetchStep:
+def _on_piece_landed(fetch: Fetch, event: ev.PieceLanded) -> FetchStep:
     copies = (*fetch.copies, (event.begin, event.end))
     return _settle(replace(fetch, num_landed=fetch.num_landed + event.num_blocks, copies=copies))
 
 
-def _piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
+def _on_piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
     if not fetch.is_retrying:  # else it lies behind a piece that failed, and is read again with it
         fetch = replace(fetch, num_verified=fetch.num_verified + event.num_blocks, verified_at=event.now)
     return _go_on(fetch)
 
 
-def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
+def _on_job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
     if event.may_heal and fetch.state in (FetchState.MOVING, FetchState.LANDED):
         retry_step = next((step for step in event.retry_steps if step not in fetch.retry_steps), None)
         # It was posted before the read that failed first: both are read again together.
@@ -265,7 +265,7 @@ def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
     return _fail(fetch, event.kind, event.message)
 
 
-def _job_stopped(fetch: Fetch, _event: ev.JobStopped) -> FetchStep:
+def _on_job_stopped(fetch: Fetch, _event: ev.JobStopped) -> FetchStep:
     if fetch.is_retrying:
         return _go_on(fetch)
     return _fail(fetch, ErrorKind.CANCELLED, "the connector was closed")
@@ -285,7 +285,7 @@ def _read_again(fetch: Fetch) -> FetchStep:
     return fetch, [fetch.retry_steps[-1], *actions]
 
 
-def _commit_done(fetch: Fetch, _event: ev.CommitDone) -> FetchStep:
+def _on_commit_done(fetch: Fetch, _event: ev.CommitDone) -> FetchStep:
     return _receive(replace(fetch, is_visible=True))
 
 
@@ -316,7 +316,7 @@ def _drained(fetch: Fetch) -> FetchStep:
     return fetch, [ev.FetchNotice.DRAINED if is_cancelled else ev.FetchNotice.FAILED]
 
 
-def cancelled(fetch: Fetch) -> FetchStep:
+def cancel(fetch: Fetch) -> FetchStep:
     """End the fetch: the scheduler called ``cancel_fetch``."""
     if fetch.state is FetchState.QUARANTINED and fetch.is_cancelled:
         return fetch, []  # the Drained event is on its way
@@ -330,16 +330,16 @@ def cancelled(fetch: Fetch) -> FetchStep:
     return _enter(fetch, FetchState.FREE), [ev.FetchNotice.CANCEL]
 
 
-def acknowledged(fetch: Fetch) -> FetchStep:
-    """Free the blocks: the scheduler has taken the last event (or called ``take_received``)."""
+def acknowledge(fetch: Fetch) -> FetchStep:
+    """Free the blocks: the scheduler has taken the last event (or called ``pop_received``)."""
     return (fetch if fetch.state is FetchState.FREE else _enter(fetch, FetchState.FREE)), []
 
 
 _FETCH_RULES: dict[type, Callable[[Fetch, Any], FetchStep]] = {
-    ev.PieceLanded: _piece_landed,
-    ev.PieceVerified: _piece_verified,
-    ev.JobFailed: _job_failed,
-    ev.JobStopped: _job_stopped,
-    ev.ReadAheadOver: _read_ahead_over,
-    ev.CommitDone: _commit_done,
+    ev.PieceLanded: _on_piece_landed,
+    ev.PieceVerified: _on_piece_verified,
+    ev.JobFailed: _on_job_failed,
+    ev.JobStopped: _on_job_stopped,
+    ev.ReadAheadOver: _on_read_ahead_over,
+    ev.CommitDone: _on_commit_done,
 }

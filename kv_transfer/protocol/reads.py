@@ -246,7 +246,7 @@ class Read:
         """True if progress is reported to a caller."""
         return self._on_landed is not None
 
-    def landed(self, num_blocks: int) -> None:
+    def on_landed(self, num_blocks: int) -> None:
         """Report that the request's first ``num_blocks`` have their bytes and are not written to any more.
 
         A transport may call it, in the thread that fetches. Only the end of the read shows if the lease was valid.

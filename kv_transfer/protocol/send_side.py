@@ -111,8 +111,8 @@ def _enter(send: Send, state: SendState) -> Send:
     return replace(send, state=state)
 
 
-def begun(transfer: SendTransfer, num_blocks: int, lease_seconds: float) -> Send:
-    """Return the transfer of a prompt whose blocks are lent."""
+def begin(transfer: SendTransfer, num_blocks: int, lease_seconds: float) -> Send:
+    """Return the transfer of a prompt whose blocks are lent now."""
     return Send(
         state=SendState.OPEN,
         lease_seconds=lease_seconds,
@@ -121,7 +121,7 @@ def begun(transfer: SendTransfer, num_blocks: int, lease_seconds: float) -> Send
     )
 
 
-def opened(send: Send, num_blocks: int, now: float) -> SendStep:
+def lend(send: Send, num_blocks: int, now: float) -> SendStep:
     """Lend the prompt's blocks, for which a fetch was parked."""
     send = replace(_enter(send, SendState.OPEN), num_blocks=num_blocks, is_opened=True)
     if send.peer is not None and (refusal := _wrong_start(send, send.peer, send.from_block)):
@@ -136,7 +136,7 @@ def _wrong_start(send: Send, peer: str, from_block: int) -> ev.Refuse | None:
     return ev.Refuse(peer, ErrorKind.TRANSFER_FAILED, message)
 
 
-def fetch_arrived(send: Send, peer: str, from_block: int, now: float) -> SendStep:
+def on_fetch(send: Send, peer: str, from_block: int, now: float) -> SendStep:
     """Announce the blocks from ``from_block`` on to a receiver that asks for them, or refuse it."""
     if send.ending is not None:
         return send, [ev.Refuse(peer, send.ending.kind, send.ending.message)]
@@ -174,7 +174,7 @@ def _announce_start(send: Send) -> list[ev.SendAction]:
     return [ev.SendNotice.START] if is_news and send.peer is not None else []
 
 
-def ordered(send: Send, num_blocks: int) -> SendStep:
+def order(send: Send, num_blocks: int) -> SendStep:
     """Note that the ranks are ordered to digest the blocks up to ``num_blocks`` after their forward pass."""
     if send.has_ended or not send.num_ordered < num_blocks <= send.num_blocks:
         raise ImpossibleEventError(
@@ -185,7 +185,7 @@ def ordered(send: Send, num_blocks: int) -> SendStep:
     return send, _announce_start(send) if is_first else []
 
 
-def blocks_ready(send: Send, ready: ev.BlockRange) -> SendStep:
+def on_blocks_ready(send: Send, ready: ev.BlockRange) -> SendStep:
     """Announce the next ordered blocks, which are digested and lent."""
     first = send.num_digested
     send = _digested(send, ready.first_block, len(ready.digests))
@@ -199,7 +199,7 @@ def blocks_ready(send: Send, ready: ev.BlockRange) -> SendStep:
     return send, actions + _announce_complete(send)
 
 
-def layers_ready(send: Send, ready: ev.LayerRange) -> SendStep:
+def on_layers_ready(send: Send, ready: ev.LayerRange) -> SendStep:
     """Announce layers. A hint: a peer that misses it loses nothing. After the end it may have opened the lease again."""
     if send.has_ended:
         return replace(send, num_revokes=send.num_revokes + 1), [ev.SendNotice.REVOKE]
@@ -208,7 +208,7 @@ def layers_ready(send: Send, ready: ev.LayerRange) -> SendStep:
     return send, [ready]
 
 
-def range_failed(send: Send, failed: ev.RangeFailed) -> SendStep:
+def on_range_failed(send: Send, failed: ev.RangeFailed) -> SendStep:
     """End the transfer: the next ordered blocks could not be digested."""
     send = _digested(send, failed.first_block, failed.num_blocks)
     if send.has_ended:
@@ -238,7 +238,7 @@ def _completed(send: Send) -> Send:
     return _enter(send, SendState.COMPLETE)
 
 
-def finished(send: Send, first_tokens: tuple[FirstToken, ...], now: float) -> SendStep:
+def finish(send: Send, first_tokens: tuple[FirstToken, ...], now: float) -> SendStep:
     """Note the first tokens: the scheduler called ``finish_send``."""
     if send.is_finished:
         raise ImpossibleEventError("a transfer was finished twice")
@@ -254,7 +254,7 @@ def finished(send: Send, first_tokens: tuple[FirstToken, ...], now: float) -> Se
     return send, _announce_complete(send)
 
 
-def abandoned(send: Send, kind: str, message: str) -> SendStep:
+def abandon(send: Send, kind: str, message: str) -> SendStep:
     """End the transfer: the scheduler called ``abandon_send``."""
     send = replace(send, is_finished=True)
     if send.has_ended:
@@ -273,7 +273,7 @@ def _end(send: Send, state: SendState, ending: EndReason, *, is_announced: bool 
     return send, actions
 
 
-def released(send: Send, peer: str, _now: float) -> SendStep:
+def on_released(send: Send, peer: str, _now: float) -> SendStep:
     """End the transfer: the receiver does not need the blocks any more."""
     if send.has_ended or send.peer != peer:
         return send, []
@@ -281,14 +281,14 @@ def released(send: Send, peer: str, _now: float) -> SendStep:
     return _end(send, SendState.RELEASED, ending, is_announced=False)
 
 
-def fetch_cancelled(send: Send, peer: str, now: float) -> SendStep:
+def on_fetch_cancelled(send: Send, peer: str, now: float) -> SendStep:
     """End the transfer, or wait for another receiver: this one needs nothing (more) of it."""
     if send.may_change_peer and not send.has_ended and send.peer == peer:
         return _without_peer(send, now), []
-    return released(send, peer, now)
+    return on_released(send, peer, now)
 
 
-def peer_gone(send: Send, peer: str, message: str, now: float) -> SendStep:
+def on_peer_gone(send: Send, peer: str, message: str, now: float) -> SendStep:
     """End the transfer, or wait for another receiver, if its receiver died."""
     if send.has_ended or send.peer != peer:
         return send, []
@@ -302,7 +302,7 @@ def _without_peer(send: Send, now: float) -> Send:
     return replace(send, peer=None, from_block=0, deadline=now + send.lease_seconds)
 
 
-def heartbeat(send: Send, peer: str, now: float) -> SendStep:
+def on_heartbeat(send: Send, peer: str, now: float) -> SendStep:
     """Renew the lease if its receiver is alive."""
     # A parked fetch has a deadline of its own: its prompt may never be computed here.
     if send.has_ended or send.peer != peer or send.state is SendState.PARKED:
@@ -320,7 +320,7 @@ def tick(send: Send, now: float) -> SendStep:
     return _end(send, SendState.EXPIRED, ending)
 
 
-def readers_gone(send: Send) -> SendStep:
+def on_readers_gone(send: Send) -> SendStep:
     """Take the answer to one ``REVOKE``: no thread reads the blocks."""
     if send.num_revokes == 0:
         raise ImpossibleEventError("readers were reported gone of a lease that was not revoked")

@@ -208,7 +208,7 @@ class RankHalf:
         """See RankConnector; ``metadata`` is a ``TransferMetadata`` as plain data, as it comes from another process."""
         self._data.half.execute(_metadata(metadata))
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         """Return nothing: requests are finished where all ranks' reports are aggregated."""
         return set(), set()
 

@@ -40,13 +40,13 @@ class RankDataGroup:
         self,
         settings: Sequence[RankSettings],
         counters: Counters,
-        take_finished: Callable[[], tuple[set[str], set[str]]],
+        get_finished: Callable[[], tuple[set[str], set[str]]],
     ) -> None:
         num_ranks = len(settings)
         self._settings = settings
         self.chooser = Chooser(counters)
         self.sessions = RankQuestions(num_ranks, self._send_to_all)
-        self.take_finished = take_finished
+        self.get_finished = get_finished
         self._opening: list[Future[messages.Opened]] = [Future() for _ in settings]
         self._counters = counters
         self._jobs = JobAggregator(num_ranks, self._send_to_all)

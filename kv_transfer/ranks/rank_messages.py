@@ -202,14 +202,14 @@ class RankSocket(Generic[_T]):
         with self._lock, suppress(OSError):
             self._sock.sendall(frame)
 
-    def shut_down(self) -> None:
+    def shutdown(self) -> None:
         """End the thread, and a ``send`` that blocks, soon."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the thread and close the socket. Idempotent."""
-        self.shut_down()
+        self.shutdown()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._sock.close()
@@ -267,7 +267,7 @@ class RankSockets:
     def close(self) -> None:
         """End the threads and close the sockets. Idempotent."""
         for end, sender in zip(self._sockets, self._senders, strict=True):
-            end.shut_down()
+            end.shutdown()
             sender.post(None)
             sender.join()
             end.close()

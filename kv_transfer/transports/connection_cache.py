@@ -18,7 +18,7 @@ from kv_transfer.protocol.reads import (
     broken_connection,
 )
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus, prove_session
-from kv_transfer.transports.data_port import shut_down
+from kv_transfer.transports.data_port import shutdown
 from kv_transfer.transports.transport import ReceiverTraits
 
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ class PeerConnection(ABC):
     def interrupt(self) -> None:
         """Make its user fail soon. Called from any thread; does not block, and closes nothing."""
         self._is_interrupted = True
-        shut_down(self._sock)
+        shutdown(self._sock)
 
     def close(self) -> None:
         """Release everything. Called exactly once, when it is not in use."""

@@ -34,7 +34,7 @@ _MAX_NAME_BYTES = 16
 _TIMEVAL = struct.Struct("@ll")
 
 
-def shut_down(sock: socket.socket, half: int = socket.SHUT_RDWR) -> None:
+def shutdown(sock: socket.socket, half: int = socket.SHUT_RDWR) -> None:
     """Shut a socket down, which ends what waits for it in any thread."""
     with suppress(OSError):  # the peer may have closed it already
         sock.shutdown(half)
@@ -78,7 +78,7 @@ class Connection:
         """End the connection because its session is over; within ``receiving_on``, end its sending half only."""
         with self._lock:
             self._is_over = True
-            shut_down(self.sock, socket.SHUT_WR if self._receives_on else socket.SHUT_RDWR)
+            shutdown(self.sock, socket.SHUT_WR if self._receives_on else socket.SHUT_RDWR)
 
     @contextmanager
     def receiving_on(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class _ServedConnections:
         with self._lock:
             threads = list(self._threads.values())
             for connection in self._threads:
-                shut_down(connection.sock)
+                shutdown(connection.sock)
         for thread in threads:
             thread.join()
 

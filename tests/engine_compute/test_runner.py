@@ -57,7 +57,7 @@ class RecordingConnector:
         assert self.memory is not None
         self.calls.append((metadata, any(bytes(self.memory.read_view(1)))))
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         finished, self.finished = self.finished, (set(), set())
         return finished
 

@@ -29,7 +29,7 @@ class EchoingHalf:
         """Report the orders."""
         self._report("execute", metadata)
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         """Return completions, which the executor must ignore."""
         return {"ignored"}, set()
 
@@ -73,7 +73,7 @@ class EchoingRanks:
         """Receive the next report of each rank."""
         self.reports += [json.loads(sock.readline()) for sock in self._sockets]
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         """Return completions on all ranks."""
         return {"sent"}, set()
 

@@ -85,7 +85,7 @@ class StuckRanks:
 
     def __init__(self, ranks: RanksConnector) -> None:
         self.in_process, self.begin, self.close = ranks.in_process, ranks.begin, ranks.close
-        self.take_finished = ranks.take_finished
+        self.get_finished = ranks.get_finished
         self._ranks = ranks
 
     def connect(self, sockets: Sequence[socket.socket], peers: Sequence[int]) -> list[RankConnectorPlan]:

@@ -50,7 +50,7 @@ def test_a_rank_hangs_if_and_only_if_a_step_is_overdue(
     runtime = num_answered = 0
     limit = HUNG_SECONDS * (COMPUTING_FACTOR if computes else 1)
     watch.ran(runtime, now)
-    watch.answered({RANK_CALLS: calls.look(num_answered, owes_step=False)}, now)
+    watch.on_answer({RANK_CALLS: calls.look(num_answered, owes_step=False)}, now)
     for seconds, is_idle, answers in looks:
         now += seconds
         runtime += int(seconds * COMPUTED) if computes else 1
@@ -58,7 +58,7 @@ def test_a_rank_hangs_if_and_only_if_a_step_is_overdue(
         if is_idle or answers:
             moved_at = now
         watch.ran(runtime, now)
-        watch.answered({RANK_CALLS: calls.look(num_answered, owes_step=not is_idle)}, now)
+        watch.on_answer({RANK_CALLS: calls.look(num_answered, owes_step=not is_idle)}, now)
         assert (watch.complaint(now) is not None) is (now - moved_at >= limit)
 
 

@@ -111,7 +111,7 @@ def test_sums_of_any_length_one_after_the_other(size: int, dtype: torch.dtype) -
         found = []
         for number, length in enumerate(lengths):
             part = torch.full((length, width), float(rank + number), dtype=dtype)
-            assert sums[rank].takes(part)
+            assert sums[rank].accepts(part)
             found.append(sums[rank].add_up(part))
         return found
 
@@ -124,9 +124,9 @@ def test_sums_of_any_length_one_after_the_other(size: int, dtype: torch.dtype) -
 
 def test_what_does_not_fit_is_left_to_nccl() -> None:
     (first, _), _ = sums_of(2)
-    assert not first.takes(torch.zeros(NUM_BYTES // 4 + 4))
-    assert not first.takes(torch.zeros(5, dtype=torch.bfloat16))
-    assert not first.takes(torch.zeros(8, dtype=torch.float16))
+    assert not first.accepts(torch.zeros(NUM_BYTES // 4 + 4))
+    assert not first.accepts(torch.zeros(5, dtype=torch.bfloat16))
+    assert not first.accepts(torch.zeros(8, dtype=torch.float16))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_two_ranks_give_the_answers_of_one(tmp_path: Path, monkeypatch: pytest.M
     def add_up(group: LocalRankGroup, part: Tensor) -> Tensor:
         with lock:
             num_sums[0] += 1
-        assert sums[group.rank].takes(part)
+        assert sums[group.rank].accepts(part)
         return sums[group.rank].add_up(part.contiguous())
 
     monkeypatch.setattr(LocalRankGroup, "add_up", add_up)

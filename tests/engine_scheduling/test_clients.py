@@ -196,7 +196,7 @@ async def test_killed_process_ends_every_request_and_call(tmp_path: Path) -> Non
         transfers=Transfers(fake_connector_factory, STAGES),
         start=start_fake_executor,
     )
-    client = await ProcessClient(EngineProcess(plan, within=tmp_path)).started()
+    client = await ProcessClient(EngineProcess(plan, within=tmp_path)).wait_started()
     assert list(tmp_path.iterdir()) == []
     streamed = asyncio.create_task(answer_of(client, fake_request("d", [1], transfer=RECEIVE)))
     await client.add_request(fake_request("e", [1], transfer=RECEIVE))

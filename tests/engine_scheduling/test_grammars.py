@@ -31,9 +31,9 @@ class Peer(FakeConnector):
 
     first_token = byte_ids(b"a")[0]
 
-    def take_received(self, request_id: str) -> Received:
+    def pop_received(self, request_id: str) -> Received:
         """See SchedulerConnector."""
-        return Received([FirstToken(self.first_token)], super().take_received(request_id).report)
+        return Received([FirstToken(self.first_token)], super().pop_received(request_id).report)
 
 
 class Engine(SteppedEngine):

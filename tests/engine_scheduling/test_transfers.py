@@ -127,7 +127,7 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     assert request.status.name == "WAITING_FOR_REMOTE_KVS"
     assert engine.pool.num_blocks_of(key) == 3 and engine.connector.fetches[key].block_ids == [1, 2, 3]
     engine.connector.land(key)
-    engine.scheduler.on_transfers_finished(*engine.connector.rank.take_finished())
+    engine.scheduler.on_transfers_finished(*engine.connector.rank.get_finished())
     assert request.status.name == "WAITING" and request.num_computed_tokens == 10
     scheduled = engine.scheduler.schedule()
     new = scheduled.scheduled_new_reqs[0]

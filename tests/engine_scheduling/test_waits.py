@@ -130,9 +130,9 @@ class BadPeer(FakeConnector):
 
     first_tokens: list[FirstToken]
 
-    def take_received(self, request_id: str) -> Received:
+    def pop_received(self, request_id: str) -> Received:
         """See SchedulerConnector."""
-        received = super().take_received(request_id)
+        received = super().pop_received(request_id)
         return Received(self.first_tokens, received.report)
 
 

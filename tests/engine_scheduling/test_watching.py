@@ -25,7 +25,7 @@ OTHER = "thread that publishes KV"
 def watched(now: float = 0.0) -> EngineWatch:
     watch = EngineWatch(TIMEOUTS, now)
     watch.ran(0, now)
-    watch.answered({STEP_LOOP: 0, OTHER: 0}, now)
+    watch.on_answer({STEP_LOOP: 0, OTHER: 0}, now)
     return watch
 
 
@@ -33,7 +33,7 @@ def test_a_process_that_does_not_run_counts_as_stopped() -> None:
     """P4: no time on a processor for the patience of a peer."""
     watch = watched()
     watch.ran(1, 1.0)
-    watch.answered({STEP_LOOP: 1, OTHER: 1}, 1.0)
+    watch.on_answer({STEP_LOOP: 1, OTHER: 1}, 1.0)
     watch.ran(1, 3.9)
     assert watch.complaint(3.9) is None
     assert watch.complaint(3.9, share=0.5) is not None
@@ -47,7 +47,7 @@ def test_a_process_that_answers_but_makes_no_progress_hangs() -> None:
     for now in range(1, 30):
         assert watch.complaint(now) is None
         watch.ran(now, now)
-        watch.answered({STEP_LOOP: 0, OTHER: now}, now)
+        watch.on_answer({STEP_LOOP: 0, OTHER: now}, now)
     watch.ran(30, 30)
     assert watch.complaint(30) == "its step loop has made no progress for 30.0 s"
 
@@ -60,7 +60,7 @@ def test_a_long_step_that_computes_is_left_alone_and_another_thread_is_not() -> 
             assert watch.complaint(now) is None
         for one, moving in ((watch, OTHER), (other, STEP_LOOP)):
             one.ran(now * SECOND // 10, now)
-            one.answered({STEP_LOOP: 0, OTHER: 0, moving: now}, now)
+            one.on_answer({STEP_LOOP: 0, OTHER: 0, moving: now}, now)
         if now == 30:
             assert "thread that publishes KV has made no progress" in str(other.complaint(now))
     assert "its step loop has made no progress" in str(watch.complaint(31 * COMPUTING_FACTOR))
@@ -79,7 +79,7 @@ def test_where_time_on_a_processor_is_not_counted_silence_counts() -> None:
     """P4: other systems than Linux."""
     watch = EngineWatch(TIMEOUTS, 0.0)
     watch.ran(None, 0.0)
-    watch.answered({STEP_LOOP: 0}, 0.0)
+    watch.on_answer({STEP_LOOP: 0}, 0.0)
     watch.ran(None, 29.0)
     assert watch.complaint(29.0) is None
     watch.ran(None, 30.0)
@@ -109,9 +109,9 @@ def test_a_complaint_comes_when_and_only_when_signs_of_life_are_missing(
         watch.ran(runtime, now)
         if moves:
             count, moved_at = count + 1, now
-        watch.answered({STEP_LOOP: count}, now)
+        watch.on_answer({STEP_LOOP: count}, now)
         is_stopped, hangs = now - ran_at >= 3.0, now - moved_at >= 30.0
-        watch.answered({OTHER: count + runtime}, now)
+        watch.on_answer({OTHER: count + runtime}, now)
         has_other = now - max(moved_at, ran_at) >= 30.0
         assert (watch.complaint(now) is not None) is (is_stopped or hangs or has_other)
 
@@ -143,7 +143,7 @@ def test_a_starved_process_is_slow_and_a_blocked_one_hangs() -> None:
         blocked.ran(now * SECOND // 100, now, queued=now * SECOND // 100)
         spinning.ran(now * SECOND, now)
         for one in (starved, blocked, spinning):
-            one.answered({STEP_LOOP: now, OTHER: 0}, now)
+            one.on_answer({STEP_LOOP: now, OTHER: 0}, now)
     assert starved.complaint(30) is None
     assert blocked.complaint(30) == spinning.complaint(30) == f"its {OTHER} has made no progress for 30.0 s"
     late = 30 * COMPUTING_FACTOR

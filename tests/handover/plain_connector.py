@@ -96,12 +96,12 @@ class PlainConnector:
         self.received.add(key)
         self._wake()
 
-    def take_received(self, key: str) -> Received:
+    def pop_received(self, key: str) -> Received:
         tokens = self.shelf.tokens[self._transfer_of(key)]
         del self._fetched[key]
         return Received(tokens, TransferReport())
 
-    def take_events(self) -> list[TransferEvent]:
+    def pop_events(self) -> list[TransferEvent]:
         events, self._events = self._events, []
         return events
 
@@ -169,7 +169,7 @@ class PlainRank:
         for key in metadata:
             self._connector.keep(key)
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         connector = self._connector
         taken = connector.sent, connector.received
         connector.sent, connector.received = set(), set()

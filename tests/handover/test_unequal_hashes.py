@@ -84,7 +84,7 @@ def test_a_reservation_finds_only_blocks_of_the_kind_that_is_fetched() -> None:
         request = arrived(asked=msgspec.structs.replace(ASKED, request_id=f"r{number}"))
         receiver.start(request)
         peer.publish_as(request.key, origin)
-        receiver.take_events()
+        receiver.process_events()
         receiver.reserve(0, None)
         pool.enter(request.key, 0, request.block_hashes)
         pool.check_integrity()

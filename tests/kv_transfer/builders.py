@@ -166,6 +166,6 @@ def hand_over(pair: Pair, name: str, num_blocks: int = 3, reads: int = 1) -> Non
     decode.wait_for(lambda: fetch.key in decode.published, "published")
     decode.receiver.receive_into(fetch.key, list(target), 0)
     decode.wait_for(lambda: fetch.key in decode.received, "received")
-    num_bytes = decode.receiver.take_received(fetch.key).report.num_bytes
+    num_bytes = decode.receiver.pop_received(fetch.key).report.num_bytes
     assert num_bytes == reads * num_blocks * decode.memory.layout.block_bytes
     pair.prefill.driver.wait_for(lambda: send.key in pair.prefill.driver.sent, "sent")

@@ -241,10 +241,10 @@ class TransferDriver:
             if (watch := self.rank.watch_layers(metadata)) is not None:
                 self._compute(watch)
             self.rank.execute(metadata)
-        sent, received = self.rank.take_finished()
+        sent, received = self.rank.get_finished()
         self.sent.extend(sorted(sent))
         self.received.extend(sorted(received))
-        for event in self.receiver.take_events():
+        for event in self.receiver.pop_events():
             match event:
                 case Published():
                     self.published.append(event.key)

@@ -55,9 +55,9 @@ class PlayedRanks:
         for half in self.halves:
             half.execute(msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)))
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         """Return what is finished on all ranks."""
-        return self._connector.take_finished()
+        return self._connector.get_finished()
 
     def close(self) -> None:
         """End the ranks, then the connector."""

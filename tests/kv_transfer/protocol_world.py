@@ -122,7 +122,7 @@ class Lender:
 
     def step(self) -> None:
         """Compute what was planned; the orders wait for the data thread."""
-        orders = self.sends.take_orders()
+        orders = self.sends.pop_orders()
         for lent in self.requests.values():
             lent.num_ordered = lent.num_published
         for order in orders:
@@ -147,7 +147,7 @@ class Lender:
 
     def collect(self, read_blocks: set[int]) -> None:
         """Take what was sent, in the step thread; ``read_blocks`` are being read at this moment."""
-        for key in self.completions.take()[0]:
+        for key in self.completions.drain()[0]:
             lent = self.requests.pop(key)
             assert lent.is_over, "reported before the scheduler had finished with it"
             assert not read_blocks & set(lent.block_ids), "reported while it is read"
@@ -252,16 +252,16 @@ class Fetcher:
 
     def step(self) -> None:
         """Take the events, and what was received."""
-        for key in self.completions.take()[1]:
+        for key in self.completions.drain()[1]:
             fetched = self.requests.pop(key)
-            received = self.fetches.take_received(key)
+            received = self.fetches.pop_received(key)
             assert received.first_tokens == [FirstToken(fetched.number)]
             assert not self.outstanding(key)
             for index, block_id in enumerate(fetched.block_ids):
                 assert self._holds(block_id, fetched.number, index), "committed what is not the prompt's"
             self.pool.give_back(fetched.block_ids)
             self.num_received += 1
-        for event in self.fetches.take_events():
+        for event in self.fetches.pop_events():
             if isinstance(event, Published):
                 self.requests[event.key].is_published = True
                 continue

@@ -81,7 +81,7 @@ def test_the_next_one_is_that_which_is_expected_first() -> None:
     assert arrivals.next(0.0) == 5.0
     arrivals.forget("a")
     assert arrivals.next(0.0) == 6.0
-    arrivals.arrived("b", 6.0)
+    arrivals.on_arrival("b", 6.0)
     assert arrivals.next(0.0) is None
 
 
@@ -89,7 +89,7 @@ def test_guesses_are_corrected_by_how_far_off_they_usually_are() -> None:
     arrivals = ArrivalEstimates()
     for delay in (0.5, 0.25, 30.0):
         arrivals.expect("a", PEER, 10.0)
-        arrivals.arrived("a", 10.0 + delay)
+        arrivals.on_arrival("a", 10.0 + delay)
     arrivals.expect("b", PEER, 50.0)
     assert arrivals.next(0.0) == 50.5
 
@@ -98,9 +98,9 @@ def test_prompts_that_one_step_computed_are_expected_behind_each_other() -> None
     arrivals = ArrivalEstimates()
     for key, sender, at in (("a", PEER, 5.0), ("b", PEER, 5.001), ("c", PEER, 5.5), ("d", OTHER, 5.0)):
         arrivals.expect(key, sender, at)
-    arrivals.arrived("a", 4.5)
+    arrivals.on_arrival("a", 4.5)
     assert arrivals.next(4.4) == pytest.approx(4.5), "b, right behind a"
-    arrivals.arrived("b", 4.5)
+    arrivals.on_arrival("b", 4.5)
     assert arrivals.next(4.4) == pytest.approx(4.75), "d, if it is as early as the others usually were"
 
 

@@ -85,7 +85,7 @@ def test_without_an_outstanding_read_the_blocks_are_free_at_once(state: str) -> 
             prefill.sender.finish_send(send.key, TOKENS)
             decode.wait_for(lambda: decode.received, "received")
         if state == "taken":
-            decode.receiver.take_received(fetch.key)
+            decode.receiver.pop_received(fetch.key)
         assert decode.receiver.cancel_fetch(fetch.key) is True
         decode.step()
         assert (decode.drained, decode.failed) == ([], {})

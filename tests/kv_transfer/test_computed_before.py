@@ -34,4 +34,4 @@ def test_they_have_arrived_before_another_prompt_of_the_same_pass_is_computed(tr
         driver.step()
         assert arrived == [fetch.key]
         assert pair.decode.holds("t-r", TARGET_IDS)
-        assert decode.receiver.take_received(fetch.key).report.num_pieces == 1
+        assert decode.receiver.pop_received(fetch.key).report.num_pieces == 1

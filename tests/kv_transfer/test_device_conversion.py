@@ -74,7 +74,7 @@ class OnDevices:
         decode = self.pair.decode.driver
         decode.wait_for(lambda: fetch.key in decode.received or decode.failed, "an end")
         assert not decode.failed
-        decode.receiver.take_received(fetch.key)
+        decode.receiver.pop_received(fetch.key)
         prefill = self.pair.prefill.driver
         prefill.wait_for(lambda: send.key in prefill.sent, "sent")
         self.check_in_place()

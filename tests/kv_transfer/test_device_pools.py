@@ -175,7 +175,7 @@ def hand_over_by_blocks(pair: Pair, name: str, watch: Watch) -> None:
     prefill.sender.finish_send(send.key, TOKENS)
     decode.wait_for(lambda: fetch.key in decode.received, "received")
     assert pair.decode.holds(f"t-{name}", [30, 31, 32])
-    decode.receiver.take_received(fetch.key)
+    decode.receiver.pop_received(fetch.key)
     prefill.wait_for(lambda: send.key in prefill.sent, "sent")
 
 

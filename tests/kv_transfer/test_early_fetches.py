@@ -63,7 +63,7 @@ def test_its_events_wait_until_it_is_added(pair: Pair) -> None:
     driver.receiver.receive_into(fetch.key, INTO, 0)
     driver.wait_for(lambda: fetch.key in driver.received, "received")
     assert pair.decode.holds("t-r", INTO)
-    assert [token.token_id for token in driver.receiver.take_received(fetch.key).first_tokens] == [
+    assert [token.token_id for token in driver.receiver.pop_received(fetch.key).first_tokens] == [
         token.token_id for token in TOKENS
     ]
 

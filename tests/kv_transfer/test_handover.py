@@ -40,7 +40,7 @@ def test_chunks_cross_while_later_ones_are_computed(transport: str) -> None:
         logprobs = TokenLogprobs(42, -0.5, 1, (42, 7), (-0.5, -1.5))
         prefill.sender.finish_send(send.key, [FirstToken(42, logprobs), FirstToken(7)])
         decode.wait_for(lambda: decode.received == [fetch.key], "received")
-        received = decode.receiver.take_received(fetch.key)
+        received = decode.receiver.pop_received(fetch.key)
         assert received.first_tokens == [FirstToken(42, logprobs), FirstToken(7)]
         assert received.report.num_bytes == 4 * LAYOUT.block_bytes
         assert received.report.hidden_seconds > 0
@@ -87,7 +87,7 @@ def test_only_missing_blocks_cross(transport: str) -> None:
         decode.wait_for(lambda: decode.published, "published")
         decode.receiver.receive_into(fetch.key, target, 3)
         decode.wait_for(lambda: decode.received, "received")
-        assert decode.receiver.take_received(fetch.key).report.num_bytes == 2 * LAYOUT.block_bytes
+        assert decode.receiver.pop_received(fetch.key).report.num_bytes == 2 * LAYOUT.block_bytes
         assert pair.decode.count(f"transfer_blocks_total{{transport={transport}}}") == 2
         assert pair.decode.count(f"transfer_bytes_total{{transport={transport}}}") == 2 * LAYOUT.block_bytes
         assert pair.decode.holds("t-r", target, first=3)
@@ -105,7 +105,7 @@ def test_a_fully_cached_prompt_moves_nothing() -> None:
         decode.wait_for(lambda: decode.published, "published")
         decode.receiver.receive_into(fetch.key, [7, 8], 2)
         decode.wait_for(lambda: decode.received, "received")
-        assert decode.receiver.take_received(fetch.key).report.num_bytes == 0
+        assert decode.receiver.pop_received(fetch.key).report.num_bytes == 0
         prefill.wait_for(lambda: prefill.sent, "sent")
 
 
@@ -207,7 +207,7 @@ def test_many_transfers_share_one_link(transport: str) -> None:
             decode.receiver.receive_into(f"{name}#0.0", blocks[name][::-1], 0)
         decode.wait_for(lambda: len(decode.received) == len(names), "all received")
         for name in names:
-            assert decode.receiver.take_received(f"{name}#0.0").report.num_bytes == 3 * LAYOUT.block_bytes
+            assert decode.receiver.pop_received(f"{name}#0.0").report.num_bytes == 3 * LAYOUT.block_bytes
             assert pair.decode.holds(f"t-{name}", blocks[name][::-1])
         prefill.wait_for(lambda: len(prefill.sent) == len(names), "all sent")
         assert pair.decode.count("link_handshakes_total{result=ok}") == 1

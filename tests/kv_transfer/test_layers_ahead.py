@@ -143,7 +143,7 @@ def test_layers_cross_while_later_ones_are_computed(transport: str) -> None:
         driver, decode = pair.prefill.driver, pair.decode.driver
         driver.compute_layer = partial(compute, pair)
         compute_and_receive(pair, send, fetch)
-        received = decode.receiver.take_received(fetch)
+        received = decode.receiver.pop_received(fetch)
         assert received.report.num_bytes == NUM_BLOCKS * LAYOUT.block_bytes == num_bytes(pair)
         assert pair.decode.holds("t-r", TARGET_IDS)
         driver.wait_for(lambda: driver.sent == [send], "sent")
@@ -156,7 +156,7 @@ def test_a_read_ahead_that_fails_costs_nothing_but_time() -> None:
         decode = pair.decode.driver
         pair.prefill.lend("t-r", SOURCE_IDS)
         compute_and_receive(pair, send, fetch)
-        assert decode.receiver.take_received(fetch).report.num_bytes == num_bytes(pair)
+        assert decode.receiver.pop_received(fetch).report.num_bytes == num_bytes(pair)
         assert pair.decode.holds("t-r", TARGET_IDS)
         assert decode.failed == {}
 
@@ -185,18 +185,18 @@ def test_a_layer_that_is_spoiled_on_its_way_fails_the_digest(number: int) -> Non
 def moving(**changes: object) -> Fetch:
     """Return a fetch of eight reserved blocks: two are cached, and one more is announced and being read."""
     fetch = Fetch(num_blocks=8)
-    fetch, _ = fetch_side.announced(fetch, 0, 3, 0.0)
-    fetch, _ = fetch_side.reserved(fetch, tuple(range(8)), 2)
+    fetch, _ = fetch_side.on_announced(fetch, 0, 3, 0.0)
+    fetch, _ = fetch_side.reserve(fetch, tuple(range(8)), 2)
     assert fetch.state is FetchState.MOVING
     return fetch
 
 
 def test_only_what_is_new_is_read_ahead() -> None:
-    fetch, actions = fetch_side.layers_announced(moving(), 3, 5, 100)
+    fetch, actions = fetch_side.on_layers(moving(), 3, 5, 100)
     assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), BlockPart(0, 100))]
-    fetch, actions = fetch_side.layers_announced(fetch, 3, 5, 100)
+    fetch, actions = fetch_side.on_layers(fetch, 3, 5, 100)
     assert actions == []
-    fetch, actions = fetch_side.layers_announced(fetch, 3, 5, 300)
+    fetch, actions = fetch_side.on_layers(fetch, 3, 5, 300)
     assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), BlockPart(100, 200))]
     assert fetch.num_posted == 3
 
@@ -208,19 +208,19 @@ def test_only_what_is_new_is_read_ahead() -> None:
 )
 def test_a_hint_that_is_of_no_use_is_left_alone(hint: tuple[int, int, int]) -> None:
     fetch = moving()
-    assert fetch_side.layers_announced(fetch, *hint) == (fetch, [])
+    assert fetch_side.on_layers(fetch, *hint) == (fetch, [])
 
 
 def test_a_hint_reserves_nothing() -> None:
     """Law 4: memory is taken at the first announcement of whole blocks."""
     fetch = Fetch(num_blocks=8)
-    assert fetch_side.layers_announced(fetch, 0, 8, 9) == (fetch, [])
+    assert fetch_side.on_layers(fetch, 0, 8, 9) == (fetch, [])
 
 
 def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
     """Law 2: the first read has ended, the one ahead has not."""
-    fetch, _ = fetch_side.layers_announced(moving(), 3, 5, 100)
-    fetch, _ = fetch_side.cancelled(fetch)
+    fetch, _ = fetch_side.on_layers(moving(), 3, 5, 100)
+    fetch, _ = fetch_side.cancel(fetch)
     assert fetch.state is FetchState.DRAINING
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert (fetch.state, actions) == (FetchState.DRAINING, [])
@@ -231,16 +231,16 @@ def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
 def test_a_sender_says_how_far_its_blocks_are_to_who_fetches_them() -> None:
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8)
     ready = ev.LayerRange(2, 6, 64)
-    assert send_side.layers_ready(send, ready) == (send, []), "no peer fetches"
-    send, _ = send_side.fetch_arrived(send, "peer", 0, 0.0)
-    assert send_side.layers_ready(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
+    assert send_side.on_layers_ready(send, ready) == (send, []), "no peer fetches"
+    send, _ = send_side.on_fetch(send, "peer", 0, 0.0)
+    assert send_side.on_layers_ready(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
 
 
 def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
     """Law 3: the lease that they opened once more has other blocks behind its indices."""
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer="peer")
-    send, _ = send_side.peer_gone(send, "peer", "gone", 0.0)
-    after, actions = send_side.layers_ready(send, ev.LayerRange(2, 6, 64))
+    send, _ = send_side.on_peer_gone(send, "peer", "gone", 0.0)
+    after, actions = send_side.on_layers_ready(send, ev.LayerRange(2, 6, 64))
     assert (actions, after.num_revokes) == ([ev.SendNotice.REVOKE], send.num_revokes + 1)
 
 

@@ -58,7 +58,7 @@ class LendingTransfers:
         request = request_of("r", prompt_of(2), SendTransfer(transfer_id))
         self.transfers.open_send(request, [3, 4], 0)
         self.transfers.publish(request.key, 8)
-        (order,) = self.transfers.take_orders()
+        (order,) = self.transfers.pop_orders()
         self.transfers.send_event(order.key, ev.BlockRange(0, (1, 2)))
         self.transfers.finish_send(request.key, [FirstToken(1)])
 

@@ -58,7 +58,7 @@ def test_a_fetch_belongs_to_one_lease() -> None:
     transfers.start_fetch(ASKED)
     transfers.on_message(ref, msg.BlocksPublished("t", 0, "first", 0, [1]))
     transfers.on_message(ref, msg.BlocksPublished("t", 0, "second", 1, [2]))
-    published, failed = transfers.take_events()
+    published, failed = transfers.pop_events()
     assert isinstance(published, Published) and isinstance(failed, Failed)
     assert (failed.kind, "changed the lease" in failed.message) == ("transfer_failed", True)
 
@@ -69,7 +69,7 @@ def test_words_of_another_boot_or_attempt_are_dropped() -> None:
     for boot_id, transfer_id, attempt in (("old", "t", 0), ("boot", "u", 0), ("boot", "t", 1)):
         words = msg.BlocksPublished(transfer_id, attempt, "lease", 0, [1])
         transfers.on_message(PeerRef(boot_id, is_dialed=True), words)
-    assert transfers.take_events() == []
+    assert transfers.pop_events() == []
 
 
 def test_a_fetch_of_an_older_attempt_is_refused() -> None:
@@ -84,22 +84,22 @@ def test_a_fetch_of_an_older_attempt_is_refused() -> None:
 
 
 def test_a_transfer_has_one_reader() -> None:
-    send, _ = send_side.fetch_arrived(LENDING, "a", 0, 1.0)
-    send, actions = send_side.fetch_arrived(send, "b", 0, 2.0)
+    send, _ = send_side.on_fetch(LENDING, "a", 0, 1.0)
+    send, actions = send_side.on_fetch(send, "b", 0, 2.0)
     assert send.peer == "a"
     assert [action.peer for action in actions if isinstance(action, ev.Refuse)] == ["b"]
 
 
 def test_blocks_are_not_given_back_while_the_data_thread_digests_them() -> None:
     """Law 2: its own reads count too; what it makes readable after the end is revoked again first."""
-    send, _ = send_side.ordered(LENDING, 2)
-    send, actions = send_side.abandoned(send, "cancelled", "aborted")
+    send, _ = send_side.order(LENDING, 2)
+    send, actions = send_side.abandon(send, "cancelled", "aborted")
     assert actions == [ev.SendNotice.REVOKE]
-    send, actions = send_side.readers_gone(send)
+    send, actions = send_side.on_readers_gone(send)
     assert actions == []
-    send, actions = send_side.blocks_ready(send, ev.BlockRange(0, (1, 2)))
+    send, actions = send_side.on_blocks_ready(send, ev.BlockRange(0, (1, 2)))
     assert actions == [ev.SendNotice.REVOKE]
-    send, actions = send_side.readers_gone(send)
+    send, actions = send_side.on_readers_gone(send)
     assert actions == [ev.SendNotice.SENT]
 
 

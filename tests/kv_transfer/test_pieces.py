@@ -71,7 +71,7 @@ class PlayedReceiver:
             end = min(start + self._per_piece, len(views))
             for block, view in enumerate(views[start:end], request.first_block + start):
                 view[:] = bytes([block % 256]) * len(view)
-            read.landed(end)
+            read.on_landed(end)
 
     def forget(self, source: Source) -> None:
         """Nothing."""
@@ -251,7 +251,7 @@ def test_many_ranges_cross_by_shm(is_late: bool, num_cached: int) -> None:
         prefill.driver.sender.finish_send(send.key, TOKENS)
         decode.driver.wait_for(lambda: decode.driver.received or decode.driver.failed, "an end")
         assert decode.driver.failed == {}
-        num_bytes = decode.driver.receiver.take_received(fetch.key).report.num_bytes
+        num_bytes = decode.driver.receiver.pop_received(fetch.key).report.num_bytes
         assert num_bytes == (NUM_BLOCKS - num_cached) * decode.driver.memory.layout.block_bytes
         assert decode.holds("t-r", blocks[::-1], num_cached)
         prefill.driver.wait_for(lambda: prefill.driver.sent, "sent")

@@ -146,7 +146,7 @@ def test_a_prompt_arrives_as_it_was_computed(
         prefill.step()
         prefill.sender.finish_send(case.send.key, TOKENS)
         decode.wait_for(lambda: decode.received == [case.fetch.key], "received")
-        received = decode.receiver.take_received(case.fetch.key)
+        received = decode.receiver.pop_received(case.fetch.key)
         assert all(
             torch.equal(found, expected)
             for found, expected in zip(case.found(num_cached), case.expected(num_cached), strict=True)

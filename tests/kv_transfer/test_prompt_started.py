@@ -15,9 +15,9 @@ SOURCE_IDS, TARGET_IDS = list(range(1, 1 + NUM_BLOCKS)), list(range(40, 40 + NUM
 
 def test_it_is_told_once() -> None:
     send = Send(state=SendState.OPEN, lease_seconds=9.0, num_blocks=8, peer="peer")
-    send, actions = send_side.ordered(send, 2)
+    send, actions = send_side.order(send, 2)
     assert actions == [ev.SendNotice.START]
-    assert send_side.ordered(send, 8)[1] == []
+    assert send_side.order(send, 8)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -34,23 +34,23 @@ def test_who_asks_later_hears_how_far_it_is(
 ) -> None:
     state = SendState.PUBLISHING if digests else SendState.OPEN
     send = Send(state=state, lease_seconds=9.0, num_blocks=8, num_ordered=num_ordered, digests=digests)
-    assert send_side.fetch_arrived(send, "peer", 0, 1.0)[1] == words
+    assert send_side.on_fetch(send, "peer", 0, 1.0)[1] == words
 
 
 def test_the_scheduler_hears_once_that_blocks_are_needed() -> None:
-    fetch, actions = fetch_side.started(Fetch(num_blocks=3))
+    fetch, actions = fetch_side.on_started(Fetch(num_blocks=3))
     assert actions == [ev.FetchNotice.PUBLISHED]
-    assert fetch_side.started(fetch)[1] == []
-    fetch, actions = fetch_side.reserved(fetch, (4, 5, 6), 0)
+    assert fetch_side.on_started(fetch)[1] == []
+    fetch, actions = fetch_side.reserve(fetch, (4, 5, 6), 0)
     assert (fetch.state, actions) == (FetchState.RESERVED, [])
-    fetch, actions = fetch_side.announced(fetch, 0, 3, 0.0)
+    fetch, actions = fetch_side.on_announced(fetch, 0, 3, 0.0)
     assert actions == [ev.PullBlocks(0, (4, 5, 6))]
 
 
 def test_a_prompt_that_ends_before_it_is_published_gives_the_blocks_back() -> None:
-    fetch, _ = fetch_side.started(Fetch(num_blocks=1))
-    fetch, _ = fetch_side.reserved(fetch, (4,), 0)
-    fetch, actions = fetch_side.sender_failed(fetch, "cancelled", "the client left")
+    fetch, _ = fetch_side.on_started(Fetch(num_blocks=1))
+    fetch, _ = fetch_side.reserve(fetch, (4,), 0)
+    fetch, actions = fetch_side.on_sender_failed(fetch, "cancelled", "the client left")
     assert fetch.state is FetchState.QUARANTINED
     assert actions == [ev.FetchNotice.CANCEL, ev.FetchNotice.FAILED]
     assert fetch.ending == EndReason("cancelled", "the client left")
@@ -81,4 +81,4 @@ def test_blocks_are_reserved_and_layers_cross_while_the_first_step_computes(tran
         decode.wait_for(lambda: decode.received == [fetch.key], "received")
         assert decode.published == [fetch.key]
         assert pair.decode.holds("t-r", TARGET_IDS)
-        assert decode.receiver.take_received(fetch.key).report.num_pieces > 1
+        assert decode.receiver.pop_received(fetch.key).report.num_pieces > 1

@@ -88,7 +88,7 @@ def two_ranks() -> Iterator[World]:
     counters = Counters()
     reports = Reports()
     settings = rank_settings(settings_for("d", Role.DECODE), Side(LAYOUT, 2))
-    group = RankDataGroup(settings, counters, Completions().take)
+    group = RankDataGroup(settings, counters, Completions().drain)
     group.attach(reports, lambda: reports.events.put(("serving", None)))
     pairs = [socket.socketpair() for _ in range(2)]
     ranks = [PlayedRank(theirs) for _, theirs in pairs]

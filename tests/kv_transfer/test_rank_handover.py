@@ -84,7 +84,7 @@ def test_every_rank_reads_its_own_share(transport: str) -> None:
         receiver.wait_for(lambda: key in receiver.received, "received")
         assert ranks.has_arrived()
         assert [memory.committed for memory in ranks.decode] == [TARGET, TARGET]
-        received = receiver.receiver.take_received(key)
+        received = receiver.receiver.pop_received(key)
         assert (received.first_tokens, received.report.num_bytes) == (TOKENS, NUM_BLOCKS * LAYOUT.block_bytes)
         sender.wait_for(lambda: send.key in sender.sent, "sent")
         used = "shm" if transport == "auto" else transport

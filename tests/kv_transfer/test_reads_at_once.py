@@ -124,7 +124,7 @@ class AtHand:
         read.check()
         for view in views:
             view[:] = b"\7" * len(view)
-        read.landed(request.num_blocks)
+        read.on_landed(request.num_blocks)
 
     def forget(self, _source: Source) -> None:
         """Do nothing."""
@@ -195,7 +195,7 @@ def test_between_two_steps_only_so_many_bytes_are_read_at_once() -> None:
         reports.wait_for("a", "b")
         assert data.post_pull(pull("c", 1)) is None
         reports.wait_for("a", "b", "c")
-        data.take_finished()
+        data.get_finished()
         read = data.post_pull(pull("d", 1))
         assert read is not None
         read()

@@ -15,9 +15,9 @@ from kv_transfer.protocol.fetch_side import Fetch, FetchState, FetchStep, advanc
 def pulled(*lengths: int) -> Fetch:
     """Return a fetch whose blocks were announced in ranges of these lengths, with a read posted for each."""
     fetch, first = Fetch(num_blocks=sum(lengths)), 0
-    fetch, _ = fetch_side.reserved(fetch, tuple(range(100, 100 + sum(lengths))), 0)
+    fetch, _ = fetch_side.reserve(fetch, tuple(range(100, 100 + sum(lengths))), 0)
     for length in lengths:
-        fetch, (*_, pull) = fetch_side.announced(fetch, first, length, 1.0)
+        fetch, (*_, pull) = fetch_side.on_announced(fetch, first, length, 1.0)
         assert isinstance(pull, ev.PullBlocks)
         first += length
     return fetch
@@ -50,7 +50,7 @@ def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
 def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:
     fetch = replace(pulled(1, 1), num_blocks=3, block_ids=(100, 101, 102))
     fetch, _ = advance_fetch(fetch, BROKEN)
-    fetch, actions = fetch_side.announced(fetch, 2, 1, 2.0)
+    fetch, actions = fetch_side.on_announced(fetch, 2, 1, 2.0)
     assert actions == []
     fetch, actions = advance_fetch(fetch, ev.PieceVerified(1, 2.0))
     assert actions[1:] == [ev.PullBlocks(0, (100, 101, 102))], "behind the failed piece: not counted"
@@ -58,7 +58,7 @@ def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [lambda fetch: fetch_side.sender_failed(fetch, "worker_lost", "died"), fetch_side.cancelled],
+    [lambda fetch: fetch_side.on_sender_failed(fetch, "worker_lost", "died"), fetch_side.cancel],
     ids=["failed", "cancelled"],
 )
 def test_a_sender_that_fails_or_a_cancel_ends_it_while_reads_end(
@@ -74,11 +74,11 @@ def test_a_sender_that_fails_or_a_cancel_ends_it_while_reads_end(
 
 def test_a_digest_that_fails_behind_the_last_byte_is_read_again() -> None:
     """LANDED goes back to MOVING, in which the sender's failure counts again."""
-    fetch, _ = fetch_side.completed(pulled(2), 2, (FirstToken(1),))
+    fetch, _ = fetch_side.on_completed(pulled(2), 2, (FirstToken(1),))
     fetch, _ = advance_fetch(fetch, ev.PieceLanded(2, 0.0, 1.0))
     assert fetch.state is FetchState.LANDED
     fetch, (again, pull) = advance_fetch(fetch, BROKEN)
     assert (fetch.state, fetch.num_landed) == (FetchState.MOVING, 0)
     assert isinstance(again, RetryStep) and isinstance(pull, ev.PullBlocks)
-    failed, _ = fetch_side.sender_failed(fetch, "worker_lost", "died")
+    failed, _ = fetch_side.on_sender_failed(fetch, "worker_lost", "died")
     assert failed.state is FetchState.DRAINING

@@ -47,7 +47,7 @@ class Three:
         driver.wait_for(lambda: driver.published, "published")
         driver.receiver.receive_into(fetch.key, TARGET, 0)
         driver.wait_for(lambda: driver.received, "received")
-        assert driver.receiver.take_received(fetch.key).first_tokens == TOKENS
+        assert driver.receiver.pop_received(fetch.key).first_tokens == TOKENS
         assert receiver.holds("t-r", TARGET) and driver.failed == {}
         self.sender.driver.wait_for(lambda: self.sender.driver.sent == [self.sent.key], "sent")
         assert self.sender.count("leases_active") == self.sender.count("leases_expired_total") == 0

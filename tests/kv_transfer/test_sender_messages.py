@@ -12,14 +12,12 @@ from tests.soak_settings import machine_settings
 
 TOKEN_LISTS = st.lists(st.builds(FirstToken, st.integers(-3, 3)), max_size=2).map(tuple)
 WORDS: st.SearchStrategy[tuple[Any, ...]] = st.one_of(
-    st.tuples(st.just(fetch_side.announced), st.integers(-2, 4), st.integers(-1, 4), st.just(0.0)),
-    st.tuples(st.just(fetch_side.started)),
+    st.tuples(st.just(fetch_side.on_announced), st.integers(-2, 4), st.integers(-1, 4), st.just(0.0)),
+    st.tuples(st.just(fetch_side.on_started)),
+    st.tuples(st.just(fetch_side.on_layers), st.integers(-2, 4), st.integers(-1, 4), st.integers(-1, 9)),
+    st.tuples(st.just(fetch_side.on_completed), st.integers(-2, 4), TOKEN_LISTS),
     st.tuples(
-        st.just(fetch_side.layers_announced), st.integers(-2, 4), st.integers(-1, 4), st.integers(-1, 9)
-    ),
-    st.tuples(st.just(fetch_side.completed), st.integers(-2, 4), TOKEN_LISTS),
-    st.tuples(
-        st.just(fetch_side.sender_failed), st.sampled_from(["internal", "not_needed"]), st.just("played")
+        st.just(fetch_side.on_sender_failed), st.sampled_from(["internal", "not_needed"]), st.just("played")
     ),
 )
 """A rule, and its arguments after the fetch."""
@@ -32,10 +30,10 @@ def test_no_message_of_a_sender_is_impossible(
 ) -> None:
     """A sender may send anything in any order: the fetch goes on or fails, and nothing is committed without a read."""
     fetch = Fetch(num_blocks=3)
-    num_hints = sum(rule is fetch_side.layers_announced for rule, *_ in words)
+    num_hints = sum(rule is fetch_side.on_layers for rule, *_ in words)
     for position, (rule, *given_by_sender) in enumerate(words):
         if position == reserve_after and fetch.state is FetchState.WAITING and fetch.is_published:
-            fetch, _ = fetch_side.reserved(fetch, (4, 5, 6), num_cached)
+            fetch, _ = fetch_side.reserve(fetch, (4, 5, 6), num_cached)
         fetch, _ = rule(fetch, *given_by_sender)
         assert fetch.num_posted <= 4 + num_hints
         assert fetch.state not in (FetchState.COMMITTED, FetchState.LANDED)

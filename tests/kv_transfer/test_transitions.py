@@ -78,7 +78,7 @@ class SendMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.send.has_ended and self.send.num_ordered < BLOCKS)
     @rule(count=st.integers(1, BLOCKS))
     def order(self, count: int) -> None:
-        self.apply(send_side.ordered(self.send, min(BLOCKS, self.send.num_ordered + count)))
+        self.apply(send_side.order(self.send, min(BLOCKS, self.send.num_ordered + count)))
 
     @precondition(lambda self: self.send.is_digesting)
     @rule(count=st.integers(1, BLOCKS), works=st.booleans())
@@ -86,33 +86,33 @@ class SendMachine(RuleBasedStateMachine):
         first = self.send.num_digested
         count = min(count, self.send.num_ordered - first)
         if works:
-            self.apply(send_side.blocks_ready(self.send, ev.BlockRange(first, tuple(range(count)))))
+            self.apply(send_side.on_blocks_ready(self.send, ev.BlockRange(first, tuple(range(count)))))
         else:
-            self.apply(send_side.range_failed(self.send, ev.RangeFailed(first, count, "internal", "bug")))
+            self.apply(send_side.on_range_failed(self.send, ev.RangeFailed(first, count, "internal", "bug")))
 
     @rule(peer=st.sampled_from(["a", "b"]))
     def fetch(self, peer: str) -> None:
-        self.apply(send_side.fetch_arrived(self.send, peer, 0, self.now))
+        self.apply(send_side.on_fetch(self.send, peer, 0, self.now))
 
     @precondition(
         lambda self: not self.send.is_finished and (self.send.has_ended or self.send.num_ordered == BLOCKS)
     )
     @rule()
     def finish(self) -> None:
-        self.apply(send_side.finished(self.send, (), self.now))
+        self.apply(send_side.finish(self.send, (), self.now))
 
     @rule()
     def abandon(self) -> None:
-        self.apply(send_side.abandoned(self.send, NOT_NEEDED, "ended at token 0"))
+        self.apply(send_side.abandon(self.send, NOT_NEEDED, "ended at token 0"))
 
     @rule(peer=st.sampled_from(["a", "b"]), how=st.sampled_from(["let go", "cancelled", "gone", "heard"]))
     def peer_acts(self, peer: str, how: str) -> None:
         before = self.send
         steps: dict[str, SendStep] = {
-            "let go": send_side.released(self.send, peer, self.now),
-            "cancelled": send_side.fetch_cancelled(self.send, peer, self.now),
-            "gone": send_side.peer_gone(self.send, peer, "died", self.now),
-            "heard": send_side.heartbeat(self.send, peer, self.now),
+            "let go": send_side.on_released(self.send, peer, self.now),
+            "cancelled": send_side.on_fetch_cancelled(self.send, peer, self.now),
+            "gone": send_side.on_peer_gone(self.send, peer, "died", self.now),
+            "heard": send_side.on_heartbeat(self.send, peer, self.now),
         }
         self.apply(steps[how])
         if before.peer != peer:
@@ -130,7 +130,7 @@ class SendMachine(RuleBasedStateMachine):
     @rule()
     def readers_leave(self) -> None:
         self.pending_revokes -= 1
-        self.apply(send_side.readers_gone(self.send))
+        self.apply(send_side.on_readers_gone(self.send))
 
     @invariant()
     def reported_at_most_once(self) -> None:
@@ -199,24 +199,24 @@ class FetchMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, BLOCKS))
     def announce(self, count: int) -> None:
         first = self.fetch.num_announced
-        self.apply(fetch_side.announced(self.fetch, first, min(count, BLOCKS - first), 1.0))
+        self.apply(fetch_side.on_announced(self.fetch, first, min(count, BLOCKS - first), 1.0))
 
     @rule(first=st.integers(0, BLOCKS), count=st.integers(0, BLOCKS + 1))
     def announce_nonsense(self, first: int, count: int) -> None:
-        self.apply(fetch_side.announced(self.fetch, first, count, 1.0))
+        self.apply(fetch_side.on_announced(self.fetch, first, count, 1.0))
 
     @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
     def complete(self, num_blocks: int) -> None:
-        self.apply(fetch_side.completed(self.fetch, num_blocks, (FirstToken(1),)))
+        self.apply(fetch_side.on_completed(self.fetch, num_blocks, (FirstToken(1),)))
 
     @rule()
     def sender_fails(self) -> None:
-        self.apply(fetch_side.sender_failed(self.fetch, "worker_lost", "died"))
+        self.apply(fetch_side.on_sender_failed(self.fetch, "worker_lost", "died"))
 
     @precondition(lambda self: self.fetch.state is FetchState.WAITING)
     @rule(num_cached=st.integers(0, BLOCKS))
     def reserve(self, num_cached: int) -> None:
-        self.apply(fetch_side.reserved(self.fetch, tuple(range(100, 100 + BLOCKS)), num_cached))
+        self.apply(fetch_side.reserve(self.fetch, tuple(range(100, 100 + BLOCKS)), num_cached))
 
     @precondition(lambda self: any(isinstance(job, ev.PullBlocks) for job in self.jobs[:1]))
     @rule()
@@ -252,14 +252,14 @@ class FetchMachine(RuleBasedStateMachine):
 
     @rule()
     def cancel(self) -> None:
-        self.apply(fetch_side.cancelled(self.fetch))
+        self.apply(fetch_side.cancel(self.fetch))
         if self.fetch.state is FetchState.FREE:
             assert self.jobs == []
 
     @precondition(lambda self: self.told)
     @rule()
     def take(self) -> None:
-        self.apply(fetch_side.acknowledged(self.fetch))
+        self.apply(fetch_side.acknowledge(self.fetch))
 
     @invariant()
     def terminal_words_mean_that_no_read_is_posted(self) -> None:
@@ -301,12 +301,12 @@ OPEN = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
 @pytest.mark.parametrize(
     "act",
     [
-        lambda: send_side.opened(OPEN, BLOCKS, 0.0),
-        lambda: send_side.ordered(OPEN, BLOCKS + 1),
-        lambda: send_side.blocks_ready(OPEN, ev.BlockRange(0, (1,))),
-        lambda: send_side.finished(OPEN, (), 0.0),
-        lambda: send_side.readers_gone(OPEN),
-        lambda: fetch_side.reserved(Fetch(num_blocks=BLOCKS), (1,), 0),
+        lambda: send_side.lend(OPEN, BLOCKS, 0.0),
+        lambda: send_side.order(OPEN, BLOCKS + 1),
+        lambda: send_side.on_blocks_ready(OPEN, ev.BlockRange(0, (1,))),
+        lambda: send_side.finish(OPEN, (), 0.0),
+        lambda: send_side.on_readers_gone(OPEN),
+        lambda: fetch_side.reserve(Fetch(num_blocks=BLOCKS), (1,), 0),
         lambda: advance_fetch(Fetch(num_blocks=BLOCKS), ev.CommitDone()),
     ],
 )
@@ -321,9 +321,9 @@ def test_either_leg_may_come_first(order: list[str]) -> None:
     """A parked fetch and an opened transfer end in the same state."""
     if order[0] == "fetch":
         send = Send(state=SendState.PARKED, lease_seconds=10, is_opened=False, peer="d", deadline=5.0)
-        send, _ = send_side.opened(send, BLOCKS, 1.0)
+        send, _ = send_side.lend(send, BLOCKS, 1.0)
     else:
-        send, _ = send_side.fetch_arrived(OPEN, "d", 0, 1.0)
+        send, _ = send_side.on_fetch(OPEN, "d", 0, 1.0)
     assert (send.state, send.peer, send.deadline) == (SendState.OPEN, "d", 11.0)
 
 
@@ -338,7 +338,7 @@ def test_a_parked_fetch_expires_and_says_so() -> None:
 
 def test_an_end_without_a_first_token_is_a_failure() -> None:
     """The scheduler could not continue with it; a peer's message must not end the engine."""
-    fetch, actions = fetch_side.completed(Fetch(num_blocks=1, num_announced=1), 1, ())
+    fetch, actions = fetch_side.on_completed(Fetch(num_blocks=1, num_announced=1), 1, ())
     assert fetch.state is FetchState.FREE
     assert ev.FetchNotice.FAILED in actions
     assert fetch.ending is not None and fetch.ending.kind == "transfer_failed"
@@ -355,8 +355,8 @@ def test_times_are_split_at_the_last_announcement() -> None:
 
 def reserved() -> Fetch:
     """Return a fetch of one block, which is announced at 5.0 and being read."""
-    fetch, _ = fetch_side.announced(Fetch(num_blocks=1), 0, 1, 5.0)
-    fetch, _ = fetch_side.reserved(fetch, (3,), 0)
+    fetch, _ = fetch_side.on_announced(Fetch(num_blocks=1), 0, 1, 5.0)
+    fetch, _ = fetch_side.reserve(fetch, (3,), 0)
     return fetch
 
 
@@ -364,7 +364,7 @@ def test_the_first_token_is_no_announcement() -> None:
     """The first token may come long after the last range: what was exposed before it stays exposed."""
     fetch, _ = advance_fetch(reserved(), ev.PieceLanded(1, 5.0, 6.0))
     fetch, _ = advance_fetch(fetch, ev.PieceVerified(1, 6.5))
-    fetch, _ = fetch_side.completed(fetch, 1, (FirstToken(1),))
+    fetch, _ = fetch_side.on_completed(fetch, 1, (FirstToken(1),))
     assert (fetch.state, fetch.report(0, since=0.0).exposed_seconds) == (FetchState.VERIFIED, 1.5)
 
 
@@ -380,17 +380,17 @@ def visible_before_first_token() -> Fetch:
 
 def test_blocks_become_visible_before_the_first_token_arrives() -> None:
     """The request can run as soon as the first token arrives."""
-    fetch, actions = fetch_side.completed(visible_before_first_token(), 1, (FirstToken(1),))
+    fetch, actions = fetch_side.on_completed(visible_before_first_token(), 1, (FirstToken(1),))
     assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.FetchNotice.RECEIVED, ev.FetchNotice.RELEASE])
 
 
 def test_a_sender_that_dies_before_the_first_token_fails_the_transfer() -> None:
     """Its blocks are here, but the answer cannot continue without the first token."""
-    fetch, actions = fetch_side.sender_failed(visible_before_first_token(), "worker_lost", "died")
+    fetch, actions = fetch_side.on_sender_failed(visible_before_first_token(), "worker_lost", "died")
     assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.FetchNotice.FAILED)
     assert fetch.ending == ev.EndReason("worker_lost", "died")
 
 
 def test_a_request_that_is_cancelled_before_token_0_has_its_blocks_at_once() -> None:
-    fetch, actions = fetch_side.cancelled(visible_before_first_token())
+    fetch, actions = fetch_side.cancel(visible_before_first_token())
     assert (fetch.state, actions) == (FetchState.FREE, [ev.FetchNotice.CANCEL])

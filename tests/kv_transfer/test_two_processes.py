@@ -93,7 +93,7 @@ def test_a_prompt_crosses_two_processes_chunk_by_chunk(decode: Worker, transport
         prefill.tell("publish", num_tokens=len(prompt))
         prefill.tell("finish")
         driver.wait_for(lambda: driver.received, "received")
-        received = driver.receiver.take_received(fetch.key)
+        received = driver.receiver.pop_received(fetch.key)
         assert (received.report.num_bytes, received.first_tokens[0].token_id) == (5 * LAYOUT.block_bytes, 42)
         assert decode.holds("t-r", target)
         assert driver.memory.committed == target

@@ -37,7 +37,7 @@ def no_time() -> float:
 class NoFetches:
     """The receiver's role in a worker that only sends."""
 
-    def take_events(self) -> list[TransferEvent]:
+    def pop_events(self) -> list[TransferEvent]:
         return []
 
 
@@ -57,7 +57,7 @@ class Connector:
         return self._fetches or cast(ReceiverConnector, NoFetches())
 
     def build_metadata(self) -> TransferMetadata | None:
-        orders: list[PublishOrder] = self._sends.take_orders() if self._sends else []
+        orders: list[PublishOrder] = self._sends.pop_orders() if self._sends else []
         return TransferMetadata(orders) if orders else None
 
     def has_work(self) -> bool:
@@ -137,11 +137,11 @@ class EngineSide:
 
     def step(self) -> None:
         """Take in what arrived, schedule, compute, update."""
-        self.scheduler.on_transfers_finished(*self.completions.take())
+        self.scheduler.on_transfers_finished(*self.completions.drain())
         output = self.scheduler.schedule()
         computed = self._compute(output)
         self.take_metadata(output.kv_connector_metadata)
-        computed.finished_sending, computed.finished_recving = self.completions.take()
+        computed.finished_sending, computed.finished_recving = self.completions.drain()
         self._send(self.scheduler.update_from_output(output, computed))
 
     def hand_off(self, number: int, attempt: int, next_attempt: int) -> bool:

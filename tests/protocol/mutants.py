@@ -26,8 +26,8 @@ class EagerReceiver(KVReceiver):
         super().start(request)
         self._published.add(request)
 
-    def take_events(self) -> None:
-        super().take_events()
+    def process_events(self) -> None:
+        super().process_events()
         for key in self._num_cached_blocks:
             self._published.remove(self._waiting[key])
 

@@ -59,16 +59,16 @@ class PriorityQueue(Reversible[Request]):
 
     def remove(self, request: Request) -> bool:
         """Remove a request; return False if it is not queued."""
-        if not _take_out(self.requests, request):
+        if not _remove(self.requests, request):
             return False
         own = self._by_client[request.engine_request.tenant]
-        _take_out(own, request)
+        _remove(own, request)
         if not own:
             del self._by_client[request.engine_request.tenant]
         return True
 
 
-def _take_out(requests: list[Request], request: Request) -> bool:
+def _remove(requests: list[Request], request: Request) -> bool:
     place = bisect_left(requests, request.precedence, key=_PRECEDENCE)
     if place == len(requests) or requests[place] is not request:
         return False

@@ -26,7 +26,7 @@ from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadReq
 from kv_transfer.transports.block_views import LandingViews, block_outside, block_span, check_sizes
 from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver, rate_of
 from kv_transfer.transports.data_handshake import DataStatus
-from kv_transfer.transports.data_port import shut_down
+from kv_transfer.transports.data_port import shutdown
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
 from kv_transfer.transports.nixl.agent import ID_TYPE, Ids, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlRead, NixlThread, ReadStep, SlotsStep
@@ -131,7 +131,7 @@ class _Lane:
 
     def find_out(self, read: Read) -> None:
         """Find out, by a read while the peer rests, if reads need help."""
-        with read.interruptible(partial(shut_down, self._sock)):
+        with read.interruptible(partial(shutdown, self._sock)):
             self._ask(Help.PAUSE)
             read_frame(self._sock, NixlResting, MAX_NIXL_FRAME_BYTES)
         self.read_nonce(read)

@@ -177,7 +177,7 @@ class _Peer(PeerConnection):
             self._check_link()
             if pool.has_ended(leases):
                 raise lease_ended(request, self._who, f"while blocks {start}..{end - 1} of {count}")
-            read.landed(end)
+            read.on_landed(end)
 
     def _map_pool(self) -> _MappedPool:
         try:
@@ -188,7 +188,7 @@ class _Peer(PeerConnection):
                 " its shm_dir is not visible to this worker (containers share one by a volume)"
             ) from error
         prove_session(self._sock, self._source)
-        with _received_info(self._sock) as (info, descriptors):
+        with _receive_info(self._sock) as (info, descriptors):
             if info.status is not DataStatus.OK:
                 raise PeerUnreachableError(f"{self._who} refused to share its pool: {info.message}")
             if len(descriptors) != NUM_DESCRIPTORS:
@@ -218,7 +218,7 @@ class ShmReceiver(PeerReceiver):
 
 
 @contextmanager
-def _received_info(sock: socket.socket) -> Iterator[tuple[ShmPoolInfo, list[int]]]:
+def _receive_info(sock: socket.socket) -> Iterator[tuple[ShmPoolInfo, list[int]]]:
     """Receive and yield the message, and the descriptors that came with its first byte, which are closed afterwards."""
     header, descriptors, _, _ = socket.recv_fds(sock, HEADER.size, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:

@@ -44,7 +44,7 @@ from kv_transfer.transports.data_handshake import (
     DataStatus,
     reply_frame,
 )
-from kv_transfer.transports.data_port import Connection, DataPort, limit_waits, shut_down
+from kv_transfer.transports.data_port import Connection, DataPort, limit_waits, shutdown
 from kv_transfer.transports.leases import LeaseBook, LendingSender
 from kv_transfer.transports.tcp.socket_blocks import SocketBlocks, socket_blocks
 from kv_transfer.transports.transport import ReceiverTraits, TransportContext
@@ -137,7 +137,7 @@ class TcpSender(LendingSender):
         """
         answers = OK_FRAME
         try:
-            with self.leases.reading(request, partial(shut_down, connection.sock)) as views:
+            with self.leases.reading(request, partial(shutdown, connection.sock)) as views:
                 blocks = socket_blocks(views)
                 for start, piece in request.pieces(blocks.view_bytes):
                     self.leases.check(request.name)
@@ -256,7 +256,7 @@ class _Connection(DataPortConnection):
                 if at == start:
                     _expect_ok(answers, piece)
                     left_out = 0
-                read.landed(last)
+                read.on_landed(last)
         except ShortReadError as error:
             if left_out:
                 _expect_ok(answers[: error.num_bytes], piece)

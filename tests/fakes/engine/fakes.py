@@ -188,7 +188,7 @@ class FakeRunner:
         if self.connector:
             if scheduled.kv_connector_metadata is not None:
                 self.connector.execute(scheduled.kv_connector_metadata)
-            output.finished_sending, output.finished_recving = self.connector.take_finished()
+            output.finished_sending, output.finished_recving = self.connector.get_finished()
         return output
 
     def execute_dummy_batch(self) -> None:

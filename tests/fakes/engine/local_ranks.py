@@ -152,7 +152,7 @@ class LocalRanksExecutor(Executor):
     def _finish(self, method: str, argument: SchedulerOutput | None) -> ModelRunnerOutput:
         output: ModelRunnerOutput = self.collective_rpc(method, argument)[0]
         if self._connector is not None:
-            sent, received = self._connector.take_finished()
+            sent, received = self._connector.get_finished()
             output.finished_sending = sent or None
             output.finished_recving = received or None
         return output

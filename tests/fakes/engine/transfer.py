@@ -83,7 +83,7 @@ class FakeRank:
             self._transfers.pool_memory.check(send.block_ids, send.codes, num_tokens)
             send.num_published = num_tokens
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         """Return the keys of finished sends and fetches since the last call."""
         done = self.finished_sending, self.finished_recving
         self.finished_sending = set()
@@ -233,7 +233,7 @@ class FakeConnector:
         del self.fetches[key]
         return True
 
-    def take_received(self, key: str) -> Received:
+    def pop_received(self, key: str) -> Received:
         """See SchedulerConnector."""
         fetch = self.fetches.pop(key)
         assert fetch.state == "landed"
@@ -247,7 +247,7 @@ class FakeConnector:
             first_tokens, TransferReport(0.25, 0.5, 4 * len(fetch.destination), len(fetch.destination))
         )
 
-    def take_events(self) -> list[TransferEvent]:
+    def pop_events(self) -> list[TransferEvent]:
         """See SchedulerConnector."""
         events = self._events
         self._events = []
