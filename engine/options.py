@@ -48,12 +48,23 @@ class BatchingOptions(Options):
     """Maximum number of tokens in one step of one worker; longer prompts are computed in chunks of this size."""
     max_num_mixed_tokens: int = Field(default=512, ge=1)
     """Maximum number of prompt tokens in a step that also decodes; more of them delay the next tokens of running answers."""
+    scheduling_policy: Literal["chunked-prefill", "prefill-first"] = "chunked-prefill"
+    """The requests that share a step; chunked-prefill: answers, and prompts in chunks; prefill-first: only whole prompts, or
+    only answers if no prompt can start, and longer prompts than max_num_batched_tokens are rejected."""
+    scheduler_delay_factor: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """With prefill-first: while answers run, prompts wait for this factor times the length of the last step of prompts, so
+    that several of them share the next one."""
     enable_run_ahead: bool = True
     """On a GPU, start the next step before the tokens of the last one have left it, if no request can join or change it."""
     max_hold_share: float = Field(default=0.03, ge=0, le=1)
     """Maximum share of time for which steps may be delayed so that arriving requests can join them; 0: never."""
     max_key_slowdown: float = Field(default=1.25, ge=0, allow_inf_nan=False)
     """Factor by which the requests of one API key may lengthen the steps of other keys; 0: no limit."""
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """The longest prompt that is computed here; None: only the engine's other limits apply."""
+        return self.max_num_batched_tokens if self.scheduling_policy == "prefill-first" else None
 
 
 class KVCacheOptions(Options):

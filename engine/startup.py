@@ -108,7 +108,9 @@ def create_scheduler(
     pool = BlockPool(
         info.num_blocks, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
     )
-    limits = Limits.of(pool, info.max_model_len, info.vocab_size, info.model_fingerprint)
+    limits = Limits.of(
+        pool, info.max_model_len, info.vocab_size, info.model_fingerprint, settings.max_prompt_tokens
+    )
     return Scheduler(
         settings,
         pool,

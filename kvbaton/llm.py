@@ -54,6 +54,8 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         max_num_mixed_tokens: int | None = None,
+        scheduling_policy: Literal["chunked-prefill", "prefill-first"] | None = None,
+        scheduler_delay_factor: float | None = None,
         kv_cache_bytes: int | None = None,
         num_threads: int | None = None,
         log_level: Literal["debug", "info", "warning", "error"] | None = None,

@@ -4,19 +4,20 @@ from collections import Counter
 from typing import Any
 
 from engine.scheduling.remote_kv import lease_holder
-from engine.scheduling.requests.finish import RequestStatus
+from engine.scheduling.requests.finish import RequestStatus, SequenceStatus
 from engine.scheduling.state import SchedulerState
 
 
 def debug_state(scheduler: SchedulerState) -> dict[str, Any]:
-    """Return blocks by state, leases, requests by status, and the connector's own view."""
+    """Return blocks by state, leases, requests by status (in both views), and the connector's own view."""
     connector = scheduler.get_kv_connector()
-    by_status = Counter(request.status.name for request in scheduler.requests.values())
+    statuses = [request.status for request in scheduler.requests.values()]
     return {
         "blocks": scheduler.pool.count_by_state(),
         "holders": scheduler.pool.holders(),
         "leases": sorted(scheduler.remote_kv.sender.leases),
-        "requests": dict(by_status),
+        "requests": dict(Counter(status.name for status in statuses)),
+        "sequences": dict(Counter(SequenceStatus.of(status).name for status in statuses)),
         "connector": connector.debug_state() if connector is not None else {},
     }
 

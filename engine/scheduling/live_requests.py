@@ -23,19 +23,28 @@ class Limits:
     """The largest request that an engine can run, and what it is checked against.
 
     max_length: tokens that prompt and answer may have together. num_blocks: usable KV blocks. vocab_size: bounds the token
-    ids that another worker may send. model_fingerprint: what the hashes of computed blocks start from.
+    ids that another worker may send. model_fingerprint: what the hashes of computed blocks start from. max_prompt_tokens:
+    tokens of a prompt that is computed here, if its chunks could not be; None: any.
     """
 
     max_length: int
     num_blocks: int
     vocab_size: int
     model_fingerprint: str
+    max_prompt_tokens: int | None = None
 
     @classmethod
-    def of(cls, pool: BlockPool, max_model_len: int, vocab_size: int, model_fingerprint: str) -> "Limits":
+    def of(
+        cls,
+        pool: BlockPool,
+        max_model_len: int,
+        vocab_size: int,
+        model_fingerprint: str,
+        max_prompt_tokens: int | None = None,
+    ) -> "Limits":
         """Return the limits of an engine with this pool; the model's own length is ``max_model_len``."""
         max_length = min(max_model_len, pool.num_usable_blocks * pool.block_size)
-        return cls(max_length, pool.num_usable_blocks, vocab_size, model_fingerprint)
+        return cls(max_length, pool.num_usable_blocks, vocab_size, model_fingerprint, max_prompt_tokens)
 
     def why_impossible(self, request: Request) -> str | None:
         """Return why the request can never run in this engine; None if it can."""
@@ -48,6 +57,13 @@ class Limits:
             return (
                 f"the prompt has {num_prompt} tokens; with at least one token of answer this engine takes "
                 f"{self.max_length - 1} at most: shorten it"
+            )
+        # Without what another worker has delivered: of an answer that was begun, no client expects this error.
+        num_given = num_prompt - request.engine_request.num_delivered_tokens
+        if not request.is_receiving and num_given > (self.max_prompt_tokens or num_given):
+            return (
+                f"the prompt has {num_given} tokens; with prefill-first no prompt is cut, and a step computes "
+                f"{self.max_prompt_tokens}: shorten it or raise max_num_batched_tokens"
             )
         num_tokens = num_prompt + 1 if request.is_receiving else num_prompt
         num_blocks = blocks_needed(num_tokens, request.block_size)

@@ -23,8 +23,9 @@ One step, from top to bottom:
 Between steps, ``add_request`` queues a request or lets it wait (``intake``). A request can finish at any time: by its last
 token, an error, its deadline, or ``finish_requests``. In all cases that happens in ``LiveRequests.finish``, once.
 
-Which requests a step computes, and by how many tokens each, is decided in ``batch/`` alone. ``SchedulerInterface``, by which
-``EngineCore`` uses a scheduler, names no policy. ``SchedulerState`` has the parts, and answers what the engine asks of them.
+Which requests a step computes, and by how many tokens each, is decided in ``batch/`` alone, by one of the policies of
+``batch/policy.py``: all else is the same for each of them. ``SchedulerInterface``, by which ``EngineCore`` uses a scheduler,
+names none. ``SchedulerState`` has the parts, and answers what the engine asks of them.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -97,7 +98,7 @@ class Scheduler(SchedulerState):
 
     def note_duration(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Give the length of a step to those that average it."""
-        self.batcher.fair_steps.note(scheduled, seconds)
+        self.batcher.note(scheduled, seconds)
         self.step_times.note(scheduled, seconds)
 
     def _order(self, plan: StepPlan, *, has_tokens: bool = True) -> SchedulerOutput:

@@ -10,7 +10,7 @@ from data_parallel.member import Member
 from data_parallel.steps import CoordinatorSteps, ParticipantSteps, PartInfo
 from engine.hosting.messages import Shutdown
 from tests.data_parallel.group import Rank, has_stopped, running_group, until
-from tests.engine_scheduling.stepping import fake_request
+from tests.engine_scheduling.stepping import POLICIES, fake_request, fake_settings
 from tests.fakes.engine.fakes import CRASH_TOKEN, fake_answer
 
 
@@ -69,10 +69,12 @@ def test_look_ahead_bounds_calls_and_empty_steps(look_ahead: int) -> None:
         assert passes(ranks[0]) == ["dummy"] * (num_tokens + num_empty)
 
 
-def test_random_arrivals_meet_in_every_step() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_arrivals_meet_in_every_step(policy: str) -> None:
     """E1, E14: whatever comes where and when, no rank waits in a pass for ever, and each answer is as it is alone."""
     drawn = random.Random(7)
-    with running_group(3, look_ahead=3) as ranks:
+    settings = fake_settings(scheduling_policy=policy)
+    with running_group(3, look_ahead=3, settings=settings) as ranks:
         wanted = []
         for number in range(60):
             rank = drawn.choice(ranks)

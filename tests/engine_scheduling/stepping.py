@@ -2,12 +2,15 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
 from contract.layout import Side
 from contract.outputs import EngineOutput
@@ -26,15 +29,44 @@ from tests.fakes.engine.fakes import FakeExecutor, start_fake_executor
 from tests.fakes.engine.transfer import FakeConnector
 
 MAX_STEPS = 2000
+POLICIES = ("chunked-prefill", "prefill-first")
+EACH_POLICY = [
+    pytest.mark.usefixtures("policy"),
+    pytest.mark.parametrize("policy", POLICIES, indirect=True),
+]
+"""Marks of a module whose tests run once with each policy, which their engines have unless they are given one."""
+Test = TypeVar("Test", bound=Callable[..., Any])
+_policy: ContextVar[str] = ContextVar("policy", default=POLICIES[0])
 PROMPT = list(range(1, 11))
 """10 tokens: 3 blocks of 4."""
 SEND = SendTransfer("t")
 RECEIVE = ReceiveTransfer("t", peer_worker_id="p", peer_boot_id="boot", peer_control="127.0.0.1:9")
 
 
+def both_policies(test: Test) -> Test:
+    """Run one test with each policy."""
+    for mark in EACH_POLICY:
+        test = mark(test)
+    return test
+
+
+@contextmanager
+def policy_of_engines(policy: str) -> Iterator[str]:
+    """Give engines of this module that policy while the block runs."""
+    token = _policy.set(policy)
+    yield policy
+    _policy.reset(token)
+
+
 def fake_settings(**changes: Any) -> EngineSettings:
     """Return settings of a small engine: 64 blocks of 4 tokens, 32 tokens a step."""
-    small = {"model": Path("fake"), "block_size": 4, "kv_cache_bytes": 64, "max_num_batched_tokens": 32}
+    small = {
+        "scheduling_policy": _policy.get(),
+        "model": Path("fake"),
+        "block_size": 4,
+        "kv_cache_bytes": 64,
+        "max_num_batched_tokens": 32,
+    }
     return EngineSettings(**{**small, **changes})
 
 

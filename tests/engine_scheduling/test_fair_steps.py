@@ -119,6 +119,18 @@ def test_a_limited_client_leaves_the_machine_idle_most_of_the_time() -> None:
     assert engine.core.seconds_to_start() == 0 and engine.rows[-1] == {"mallory": 40}
 
 
+def test_steps_of_prompts_alone_cost_no_answer_its_turn() -> None:
+    """With prefill-first, a step of prompts precedes each step of Mallory's answers, which still take turns."""
+    engine = crowded(BASE_SECONDS / 8, scheduling_policy="prefill-first")
+    running = [f"mallory{number}#0.0" for number in range(1, 40)]
+    before = {key: len(engine.tokens(key)) for key in running}
+    for number in range(1, 100):
+        engine.ask("alice", number, 1)
+        engine.step(2)
+    gained = [len(engine.tokens(key)) - before[key] for key in running]
+    assert max(gained) - min(gained) <= 3 and min(gained) > 5
+
+
 def test_answers_take_turns() -> None:
     """While Alice's answer runs, all 40 get nearly as many turns, and no answer changes."""
     engine = crowded(BASE_SECONDS / 8)

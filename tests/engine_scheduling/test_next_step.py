@@ -9,7 +9,7 @@ import pytest
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.step_plan import StepPlan
-from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+from tests.engine_scheduling.stepping import SteppedEngine, both_policies, fake_request
 from tests.fakes.engine.fakes import fake_answer
 
 NUM_STEPS = 120
@@ -75,6 +75,7 @@ def plain(order: SchedulerOutput) -> dict[str, Any]:
     }
 
 
+@both_policies
 @pytest.mark.parametrize("max_num_seqs", [3, 8])
 @pytest.mark.parametrize("num_blocks", [24, 64])
 def test_prepared_steps_change_no_order_and_no_answer(

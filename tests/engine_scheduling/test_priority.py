@@ -10,6 +10,7 @@ from tests.engine_scheduling.stepping import (
     SEND,
     SteppedEngine,
     arrive,
+    both_policies,
     fake_request,
     receiving,
 )
@@ -30,6 +31,7 @@ def until_preempted(engine: SteppedEngine) -> set[str]:
             return victims
 
 
+@both_policies
 @pytest.mark.parametrize(
     ("priorities", "victim"),
     [((0, 0), "second"), ((0, 1), "first"), ((1, 0), "second"), ((-1, -2), "second")],
@@ -45,6 +47,7 @@ def test_lowest_priority_then_youngest_is_preempted(priorities: tuple[int, int],
         assert engine.tokens(f"{name}#0.0") == fake_answer([1, 2, 3, 4, 5, 6], 14)
 
 
+@both_policies
 def test_blocks_of_a_resumed_request_replace_the_old_ones() -> None:
     """B6: with other block ids than before, in whole; the fake runner would notice an appended or kept one."""
     engine = cramped()
@@ -63,6 +66,7 @@ def test_blocks_of_a_resumed_request_replace_the_old_ones() -> None:
     assert len(cached.new_block_ids[place][0]) > len(before)
 
 
+@both_policies
 def test_preempted_requests_come_back_by_priority_then_arrival() -> None:
     """B11: whatever the order in which they lost their blocks; a new request of theirs waits behind them."""
     engine = cramped(10, max_num_seqs=3)
@@ -82,6 +86,7 @@ def test_preempted_requests_come_back_by_priority_then_arrival() -> None:
     assert engine.tokens("low#0.0") == fake_answer([1] * 7, 24)
 
 
+@both_policies
 def test_kv_that_arrived_starts_by_priority_then_arrival() -> None:
     """B11: one place in the batch, and three that could take it; a new request competes in the same order."""
     engine = SteppedEngine(max_num_seqs=1)
@@ -98,6 +103,7 @@ def test_kv_that_arrived_starts_by_priority_then_arrival() -> None:
     assert list(engine.outputs) == [f"{name}#0.0" for name in ("runs", "urgent", "b", "a", "c", "new")]
 
 
+@both_policies
 def test_reservations_go_by_priority_then_arrival() -> None:
     """B11: the sender's order of publishing does not count."""
     engine = cramped(7)
@@ -112,6 +118,7 @@ def test_reservations_go_by_priority_then_arrival() -> None:
     assert states == ["reading", "published", "reading"]
 
 
+@both_policies
 def test_a_big_decode_leg_is_not_passed_by_small_ones_for_ever() -> None:
     """Law 4: small ones that keep coming would leave it no moment with enough free blocks; strict order does."""
     engine = cramped(9)
@@ -148,6 +155,7 @@ def test_a_long_local_prompt_is_not_starved_by_kv_that_keeps_arriving() -> None:
     assert engine.scheduler.totals.num_preemptions == 0 and num_added > 4
 
 
+@both_policies
 def test_local_prompts_do_not_starve_kv_that_waits() -> None:
     """Law 4 for the mixture, the other way round: a published one is before all that came after it."""
     engine = cramped(9)
@@ -167,6 +175,7 @@ def test_local_prompts_do_not_starve_kv_that_waits() -> None:
     assert step < 60 and num_added > 8
 
 
+@both_policies
 def test_a_request_that_does_not_wait_for_blocks_holds_up_no_other() -> None:
     """A fetch whose sender has not published stands in no line: later ones of every kind pass it."""
     engine = cramped(7)
@@ -180,6 +189,7 @@ def test_a_request_that_does_not_wait_for_blocks_holds_up_no_other() -> None:
     assert engine.connector.fetches[silent].state == "asked"
 
 
+@both_policies
 def test_kv_that_arrived_gives_way_to_a_running_request_before_it() -> None:
     """B11: one that waits for its place with blocks in hand is preempted rather than a running one of its betters."""
     engine = cramped(8, max_num_seqs=1)
@@ -238,6 +248,7 @@ def test_published_kv_leaves_the_blocks_that_a_started_prompt_was_promised() -> 
     assert engine.scheduler.totals.num_preemptions == 0
 
 
+@both_policies
 def test_kv_that_arrived_runs_although_one_before_it_lacks_blocks() -> None:
     """Law 4: the blocks that the first in line waits for are in its hands; holding it up would be a cycle."""
     engine = cramped(8)

@@ -14,6 +14,11 @@ from tests.checkpoints import make_checkpoint
 
 NUM_TOKENS = 12
 SHARED = [(7 * n) % 250 for n in range(40)]
+BATCHING: list[dict[str, Any]] = [
+    {"max_num_batched_tokens": 16},
+    # A preempted answer may be longer than a step, which no prompt is.
+    {"max_num_batched_tokens": 42, "scheduling_policy": "prefill-first"},
+]
 PROMPTS = [[3], SHARED[:16], SHARED, [*SHARED, 9, 9], [*SHARED[:20], 1, 2, 3], [200, 100] * 15]
 
 
@@ -23,8 +28,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def answers(client: Any) -> list[list[int]]:
+    """Return the answers to each prompt: every other one is drawn with a seed, the rest are greedy."""
+
     async def one(index: int, prompt: list[int]) -> list[int]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+        sampling = SamplingParams(temperature=float(index % 2), seed=index, max_tokens=NUM_TOKENS)
         request = EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)
         return [token async for output in client.generate(request) for token in output.token_ids]
 
@@ -35,7 +42,7 @@ async def answers(client: Any) -> list[list[int]]:
 
 
 async def test_both_clients_give_the_same_tokens(model: Path) -> None:
-    """A5, A32, A14: a roomy engine in a process; a cramped one in a thread, which chunks, caches and preempts."""
+    """A5, A32, A14, A25: a roomy engine in a process; cramped ones in a thread, of each policy, which preempt."""
     roomy = await ProcessClient.start(EngineSettings(model=model, kv_cache_bytes=2**22))
     try:
         expected = await answers(roomy)
@@ -43,18 +50,15 @@ async def test_both_clients_give_the_same_tokens(model: Path) -> None:
         await roomy.shutdown()
     assert [len(tokens) for tokens in expected] == [NUM_TOKENS] * len(PROMPTS)
     block_bytes = roomy.info.layout.block_bytes
-    cramped = await InProcessClient.start(
-        EngineSettings(
-            model=model,
-            kv_cache_bytes=8 * block_bytes,
-            max_num_batched_tokens=16,
-            max_model_len=80,
-            max_num_seqs=4,
+    for batching in BATCHING:
+        cramped = await InProcessClient.start(
+            EngineSettings(
+                model=model, kv_cache_bytes=8 * block_bytes, max_model_len=80, max_num_seqs=4, **batching
+            )
         )
-    )
-    try:
-        assert await answers(cramped) == expected
-        counted = await cramped.call("counters")
-        assert counted["num_preemptions_total"] > 0
-    finally:
-        await cramped.shutdown()
+        try:
+            assert await answers(cramped) == expected
+            counted = await cramped.call("counters")
+            assert counted["num_preemptions_total"] > 0
+        finally:
+            await cramped.shutdown()

@@ -7,7 +7,15 @@ import pytest
 
 from contract.outputs import FinishReason
 from engine.outputs import SchedulerOutput
-from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, arrive, fake_request, receiving
+from tests.engine_scheduling.stepping import (
+    RECEIVE,
+    SEND,
+    SteppedEngine,
+    arrive,
+    both_policies,
+    fake_request,
+    receiving,
+)
 from tests.engine_scheduling.test_next_step import Watched, scarce
 from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
 
@@ -23,6 +31,7 @@ def rows(orders: list[SchedulerOutput]) -> list[list[str]]:
     return [[key.partition("#")[0] for key in order.num_scheduled_tokens] for order in orders]
 
 
+@both_policies
 @pytest.mark.parametrize("max_num_seqs", [3, 8])
 @pytest.mark.parametrize("num_blocks", [24, 64])
 def test_no_answer_changes(monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_num_seqs: int) -> None:
@@ -43,6 +52,7 @@ def test_no_answer_changes(monkeypatch: pytest.MonkeyPatch, num_blocks: int, max
         assert tokens.keys() == plainly.engine.outputs.keys()
 
 
+@both_policies
 def test_what_is_computed_behind_a_stop_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law 5: a step holds an answer once more that the step before turns out to end; its blocks may be taken at once."""
     one = ahead(monkeypatch)
@@ -58,6 +68,7 @@ def test_what_is_computed_behind_a_stop_is_discarded(monkeypatch: pytest.MonkeyP
     assert [sorted(order.finished_req_ids) for order in one.orders[4:7]] == [[], ["a#0.0"], []]
 
 
+@both_policies
 def test_an_answer_is_in_no_step_behind_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its length is known beforehand, so nothing is computed in vain, and the others run ahead without it."""
     one = ahead(monkeypatch)
@@ -67,6 +78,7 @@ def test_an_answer_is_in_no_step_behind_its_last_token(monkeypatch: pytest.Monke
     assert one.engine.num_started_early == 8 and not one.engine.core.step_in_flight
 
 
+@both_policies
 def test_no_step_runs_ahead_that_another_request_could_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for a place in the batch, which is free only when another one has ended."""
     one = ahead(monkeypatch, max_num_seqs=1)
@@ -78,6 +90,7 @@ def test_no_step_runs_ahead_that_another_request_could_join(monkeypatch: pytest.
     assert one.engine.tokens("b#0.0") == fake_answer([4], 2)
 
 
+@both_policies
 def test_room_that_a_fetch_waits_for_is_given_to_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law 4: an answer ends, so a request whose KV another worker has computed gets its blocks in the next step."""
     engine = SteppedEngine(kv_cache_bytes=11)
@@ -99,6 +112,7 @@ def test_room_that_a_fetch_waits_for_is_given_to_it_first(monkeypatch: pytest.Mo
     assert engine.tokens("b#0.0") == fake_answer([4], 12)
 
 
+@both_policies
 def test_legs_that_hand_over_and_embeddings_run_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill leg ends with its one token, and a received request joins at the start of a step."""
     engine = SteppedEngine()
@@ -116,6 +130,7 @@ def test_legs_that_hand_over_and_embeddings_run_as_before(monkeypatch: pytest.Mo
     assert engine.tokens("a#0.0") == fake_answer([6], 30)
 
 
+@both_policies
 def test_an_answer_that_is_not_a_number_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     one = ahead(monkeypatch)
     one.engine.add(fake_request("bad", [1, NAN_TOKEN], max_tokens=9), fake_request("b", [4], max_tokens=9))

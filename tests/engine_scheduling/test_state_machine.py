@@ -4,6 +4,8 @@ The FakeRunner notices KV that is read too early, overwritten or shared by mista
 that changed, and lets cancelled reads write late.
 """
 
+from typing import Any, ClassVar
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -26,11 +28,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     """A small pool, few places and a small budget, so that everything runs short."""
 
     runs_ahead = False
+    batching: ClassVar[dict[str, Any]] = {"max_num_batched_tokens": 6}
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = SteppedEngine(
-            kv_cache_bytes=14, max_num_batched_tokens=6, max_num_seqs=3, remote_kv_timeout_seconds=5.0
+            kv_cache_bytes=14, max_num_seqs=3, remote_kv_timeout_seconds=5.0, **self.batching
         )
         self.engine.executor.runs_ahead = self.runs_ahead
         self.engine_request: dict[str, EngineRequest] = {}
@@ -309,3 +312,30 @@ class MachineThatRunsAhead(SchedulerMachine):
 TestRunningAhead = MachineThatRunsAhead.TestCase
 TestRunningAhead.settings = machine_settings(60, 50)
 TestRunningAhead.runTest = soaked(TestRunningAhead.runTest)  # type: ignore[method-assign]
+
+
+class MachineOfWholePrompts(SchedulerMachine):
+    """The other policy: some prompts are longer than a step, and so are preempted requests, which alone are cut."""
+
+    runs_ahead = True
+    batching: ClassVar[dict[str, Any]] = {
+        "scheduling_policy": "prefill-first",
+        "scheduler_delay_factor": 2.0,
+        "max_num_batched_tokens": 14,
+    }
+
+    @rule(seconds=st.floats(0.1, 3.0))
+    def step_for_some_time(self, seconds: float) -> None:
+        def wait() -> None:
+            self.engine.now += seconds
+
+        self.engine.step(meanwhile=wait)
+
+    @invariant()
+    def no_step_mixes(self) -> None:
+        assert self.engine.executor.runner.num_mixed_steps == 0
+
+
+TestWholePrompts = MachineOfWholePrompts.TestCase
+TestWholePrompts.settings = machine_settings(60, 50)
+TestWholePrompts.runTest = soaked(TestWholePrompts.runTest)  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
 from engine.scheduling.requests.finish import RequestStatus
-from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+from tests.engine_scheduling.stepping import SteppedEngine, both_policies, fake_request
 from tests.fakes.engine.fakes import FAKE_EOS, fake_answer
 
 
@@ -23,6 +23,7 @@ def test_a_step_advances_every_running_request_by_one_token() -> None:
             assert engine.tokens(f"{name}#0.0") == fake_answer(prompt, num_tokens + index)
 
 
+@both_policies
 def test_a_step_names_those_that_have_finished_since_the_last_one() -> None:
     """B2: once, so that the runner frees their rows; also those that were aborted between two steps."""
     engine = SteppedEngine()

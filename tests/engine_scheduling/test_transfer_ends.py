@@ -13,6 +13,7 @@ from tests.engine_scheduling.stepping import (
     RECEIVE,
     SEND,
     SteppedEngine,
+    both_policies,
     fake_request,
     receiving,
 )
@@ -115,6 +116,7 @@ def test_a_transfer_serves_one_request_at_a_time(num_steps: int) -> None:
     assert sorted(engine.connector.sends) == ["a#0.0", "c#0.1"]
 
 
+@both_policies
 def test_a_fetch_that_the_connector_refuses_is_one_error() -> None:
     """A9: the request ends with the connector's error; others, and the same key later, go on."""
     engine = SteppedEngine()
@@ -129,6 +131,7 @@ def test_a_fetch_that_the_connector_refuses_is_one_error() -> None:
     assert engine.scheduler.requests["d#0.0"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
+@both_policies
 def test_abort_after_the_first_token_ends_the_lease() -> None:
     """B12: the prefill leg has ended, its blocks are still lent; an abort of a later attempt's request spares them."""
     engine = SteppedEngine()
@@ -144,6 +147,7 @@ def test_abort_after_the_first_token_ends_the_lease() -> None:
     assert engine.pool.holders() == {}
 
 
+@both_policies
 @pytest.mark.parametrize("state", ["asked", "published", "reading", "landed", "waiting", "running"])
 def test_abort_of_a_decode_leg(state: str) -> None:
     """B12: in every state of the remote wait and after it; blocks of a read that goes on are quarantined."""

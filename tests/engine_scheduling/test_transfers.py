@@ -11,6 +11,7 @@ from tests.engine_scheduling.stepping import (
     SEND,
     SteppedEngine,
     arrive,
+    both_policies,
     fake_request,
     receiving,
 )
@@ -71,6 +72,7 @@ def test_running_prefill_leg_outlives_an_aggregated_request_that_needs_blocks() 
     assert engine.tokens("a#0.0") == fake_answer([1, 2, 3], 25)
 
 
+@both_policies
 def test_cached_tokens_are_published_when_the_send_opens() -> None:
     engine = SteppedEngine()
     engine.add(fake_request("a", PROMPT, 1))
@@ -81,6 +83,7 @@ def test_cached_tokens_are_published_when_the_send_opens() -> None:
     assert engine.connector.sends["p#0.0"].num_published == 10
 
 
+@both_policies
 @pytest.mark.parametrize("how", ["max_tokens", "eos"])
 def test_answer_that_ends_at_its_first_token_is_not_needed_elsewhere(how: str) -> None:
     engine = SteppedEngine()
@@ -95,6 +98,7 @@ def test_answer_that_ends_at_its_first_token_is_not_needed_elsewhere(how: str) -
     assert engine.pool.holders() == {"lease:p#0.0": 3}
 
 
+@both_policies
 def test_corrupt_prefill_leg_abandons_with_an_error() -> None:
     engine = SteppedEngine()
     engine.add(fake_request("p", [*PROMPT, NAN_TOKEN], transfer=SEND))
@@ -114,6 +118,7 @@ def test_key_of_a_lease_is_in_use() -> None:
 # The decode leg.
 
 
+@both_policies
 def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     """B8, B13: WAITING_FOR_REMOTE_KVS → (published: blocks) → WAITING → RUNNING; the second token is emitted first."""
     engine = SteppedEngine()
@@ -150,6 +155,7 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     assert engine.pool.holders() == {}
 
 
+@both_policies
 def test_kv_that_has_arrived_joins_the_next_step() -> None:
     """No empty step runs between the last byte and the second token."""
     engine = SteppedEngine()
@@ -163,6 +169,7 @@ def test_kv_that_has_arrived_joins_the_next_step() -> None:
     assert engine.tokens(key) == fake_answer(PROMPT, 2)[1:]
 
 
+@both_policies
 def test_the_first_token_is_the_decode_legs_input_and_is_not_emitted_again() -> None:
     """Law 5: the router has delivered it already."""
     engine = SteppedEngine()
@@ -173,6 +180,7 @@ def test_the_first_token_is_the_decode_legs_input_and_is_not_emitted_again() -> 
     assert engine.tokens(key) == fake_answer(PROMPT, 4)[1:]
 
 
+@both_policies
 def test_reservation_includes_the_place_of_the_first_token() -> None:
     """Law 4: ceil((prompt + 1) / block_size) blocks, of which the prompt's are read into."""
     engine = SteppedEngine()
@@ -183,6 +191,7 @@ def test_reservation_includes_the_place_of_the_first_token() -> None:
     assert engine.connector.fetches[key].block_ids == [1, 2]
 
 
+@both_policies
 def test_fetched_and_verified_blocks_are_cached_and_not_fetched_again() -> None:
     engine = SteppedEngine()
     prompt = list(range(1, 13))
@@ -200,6 +209,7 @@ def test_fetched_and_verified_blocks_are_cached_and_not_fetched_again() -> None:
     assert [engine.outputs[key][0].num_cached_tokens for key in (first, second)] == [0, 12]
 
 
+@both_policies
 def test_blocks_in_flight_are_not_cached() -> None:
     """Law 1: a block enters the prefix index only when verified."""
     engine = SteppedEngine()
@@ -210,6 +220,7 @@ def test_blocks_in_flight_are_not_cached() -> None:
     assert engine.connector.fetches[second].num_cached_blocks == 0
 
 
+@both_policies
 def test_one_that_does_not_fit_waits_and_is_not_passed() -> None:
     """Law 4: all or nothing, strictly in order of arrival; a small one that would fit waits behind the big one."""
     engine = SteppedEngine(kv_cache_bytes=9, enable_prefix_caching=False)
@@ -230,6 +241,7 @@ def test_one_that_does_not_fit_waits_and_is_not_passed() -> None:
     assert engine.tokens(small) == fake_answer([3] * 7, 4)[1:]
 
 
+@both_policies
 def test_arrived_requests_wait_for_a_place_in_the_batch() -> None:
     """A27: max_num_seqs bounds them too."""
     engine = SteppedEngine(max_num_seqs=1)
@@ -242,6 +254,7 @@ def test_arrived_requests_wait_for_a_place_in_the_batch() -> None:
     assert engine.tokens(key) == fake_answer(PROMPT, 4)[1:]
 
 
+@both_policies
 def test_decode_leg_is_preempted_and_recomputes() -> None:
     """Short of blocks a decode leg recomputes its prompt here; its answer stays the same."""
     engine = SteppedEngine(kv_cache_bytes=8, enable_prefix_caching=False)
@@ -255,6 +268,7 @@ def test_decode_leg_is_preempted_and_recomputes() -> None:
     assert engine.tokens(key) == fake_answer(PROMPT, 8)[1:]
 
 
+@both_policies
 def test_failed_transfer_ends_with_its_error() -> None:
     engine = SteppedEngine()
     key = receiving(engine)
@@ -267,6 +281,7 @@ def test_failed_transfer_ends_with_its_error() -> None:
     assert engine.pool.count_by_state() == {"null": 1, "free": 63, "held": 0, "quarantined": 0}
 
 
+@both_policies
 def test_not_needed_is_no_error() -> None:
     """The first token ended the answer at the prefill leg: the decode leg ends without an output of its own."""
     engine = SteppedEngine()
@@ -277,6 +292,7 @@ def test_not_needed_is_no_error() -> None:
     assert (end.finish_reason, end.error_kind, end.token_ids) == (None, None, [])
 
 
+@both_policies
 def test_a_wait_that_timed_out_keeps_its_blocks_in_quarantine_until_its_read_ends() -> None:
     """Law 4: the wait for remote KV has a deadline; law 2: a read that goes on keeps its blocks in quarantine."""
     engine = SteppedEngine(remote_kv_timeout_seconds=7.0)
@@ -294,6 +310,7 @@ def test_a_wait_that_timed_out_keeps_its_blocks_in_quarantine_until_its_read_end
     assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
 
 
+@both_policies
 def test_remote_deadline_does_not_touch_what_has_arrived() -> None:
     engine = SteppedEngine(remote_kv_timeout_seconds=7.0)
     key = receiving(engine, max_tokens=30)
@@ -357,6 +374,7 @@ def test_abort_of_an_aggregated_request(state: str) -> None:
     assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
 
 
+@both_policies
 def test_replay_of_another_choice_continues_with_the_token_that_its_sender_computed() -> None:
     """Law 6: the seed of a choice plays its part in the answer's first token, which a replay has behind it."""
     answer = fake_answer(PROMPT, 4, choice=1)

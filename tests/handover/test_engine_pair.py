@@ -15,7 +15,7 @@ from contract.sampling import SamplingParams
 from engine.client import InProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
-from tests.engine_pair import outputs_of, running_pair, tokens_of
+from tests.engine_pair import Sides, outputs_of, running_pair, tokens_of
 
 BLOCK_SIZE = 16
 PROMPT = [random.Random(5).randrange(5, 250) for _ in range(150)]
@@ -49,6 +49,20 @@ async def test_chunked_hand_over_equals_one_engine(model: Path) -> None:
     assert tokens_of(first, rest) == await aggregated(model, PROMPT, SAMPLED)
     assert counters["transfer_blocks_total{transport=tcp}"] == -(-len(PROMPT) // BLOCK_SIZE)
     assert all(len(o.logprobs or ()) == len(o.token_ids) for o in (*first, *rest))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_the_scheduling_policy_of_each_side_changes_no_token(model: Path, temperature: float) -> None:
+    """A25, A30: whole prompts are handed over like chunks, to workers of either policy, greedy and with a seed."""
+    sampling = msgspec.structs.replace(SAMPLED, temperature=temperature)
+    whole = {"scheduling_policy": "prefill-first", "scheduler_delay_factor": 0.5}
+    prompts = [PROMPT, PROMPT[:40], PROMPT[7:90]]
+    expected = [await aggregated(model, prompt, sampling) for prompt in prompts]
+    for sides in (Sides(prefill=whole, decode=whole), Sides(decode=whole)):
+        async with running_pair(model, sides=sides) as pair:
+            asked = (pair.ask(f"r{n}", prompt, sampling) for n, prompt in enumerate(prompts))
+            assert [tokens_of(*legs) for legs in await asyncio.gather(*asked)] == expected
+            await pair.until_free()
 
 
 ADJUSTED: list[dict[str, Any]] = [

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from itertools import chain
 
 from engine.scheduling.batch.fair_steps import FairStep
+from engine.scheduling.batch.policy import Stage
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.queues import BatchQueues, PriorityQueue, comes_first
@@ -44,18 +45,22 @@ class Admission:
         """True while another request could run."""
         return len(self._queues.running.requests) < self._max_num_seqs
 
-    def start_requests(self, plan: StepPlan, step: FairStep, unserved: Request | None) -> None:
-        """Start requests as far as the budget, ``max_num_seqs`` and the blocks reach.
+    def start_requests(
+        self, plan: StepPlan, step: FairStep, unserved: Request | None, stage: Stage = Stage.MIXED
+    ) -> None:
+        """Start requests of this stage as far as the budget, ``max_num_seqs`` and the blocks reach.
 
         While ``unserved``, outside the queues, lacks blocks, only the first waiting request may pass it.
         """
         queues = self._queues
-        has_blocks = True
+        has_blocks = stage is not Stage.DECODE
         while plan.budget > 0 and self.has_room:
-            arrived = step.next_of(queues.arrived)
+            arrived = step.next_of(queues.arrived, stage)
             # The first of all, not the fairest: so either it or ``unserved`` can always start.
             waiting = (
-                (queues.waiting.first if unserved else step.next_of(queues.waiting)) if has_blocks else None
+                (queues.waiting.first if unserved else step.next_of(queues.waiting, stage))
+                if has_blocks
+                else None
             )
             # One that has arrived needs no more blocks to start, and must run to free those that it holds.
             if arrived and comes_first(arrived, waiting):
@@ -63,15 +68,21 @@ class Admission:
                 plan.add(ScheduledRequest(arrived, 1, self._pool.table_of(arrived.key)))
                 step.on_start(arrived, 0)
                 continue
-            if waiting is None:
+            if waiting is None or not self._has_place(waiting, stage):
                 return
-            entry = self._allocate(waiting, plan.budget) if comes_first(waiting, unserved) else None
+            entry = self._allocate(waiting, plan, stage) if comes_first(waiting, unserved) else None
             # One that lacks blocks holds up all that need some: else small requests would pass a large one for ever.
             has_blocks = entry is not None
             if entry is not None:
                 self._start(waiting, queues.waiting)
                 plan.add(entry)
                 step.on_start(waiting, entry.num_tokens)
+
+    def _has_place(self, waiting: Request, stage: Stage) -> bool:
+        """Return whether a place is left beside those kept for requests before it that hold blocks, and start later."""
+        before = (one for one in self._queues.arrived.requests if comes_first(one, waiting))
+        num_kept = sum(not stage.holds(one) for one in before)
+        return len(self._queues.running.requests) + num_kept < self._max_num_seqs
 
     def _start(self, request: Request, queue: PriorityQueue) -> None:
         self._queues.start(request, queue)
@@ -82,10 +93,11 @@ class Admission:
             self._totals.prefix_cache.record(request.num_prompt_tokens, request.num_cached_tokens)
             self._totals.num_cached_tokens += request.num_cached_tokens
 
-    def _allocate(self, request: Request, budget: int) -> ScheduledRequest | None:
+    def _allocate(self, request: Request, plan: StepPlan, stage: Stage) -> ScheduledRequest | None:
         """Return an entry with its blocks, cached ones included; None unless blocks for all known tokens are free now.
 
-        Only the blocks of this chunk are allocated (for a prefill leg: all).
+        Only the blocks of this chunk are allocated (for a prefill leg: all). In a step of whole prompts, None also if they
+        do not all fit beside those that are scheduled.
         """
         size = self._pool.block_size
         cached = self._pool.find_cached(request.reusable_hashes)
@@ -96,7 +108,9 @@ class Admission:
         if not self._pool.can_allocate(num_missing_blocks, cached):
             return None
         num_cached = len(cached) * size
-        num_tokens = min(request.num_tokens - num_cached, budget)
+        num_tokens = min(request.num_tokens - num_cached, plan.budget)
+        if stage is Stage.PREFILL and plan.entries and num_tokens < request.num_tokens - num_cached:
+            return None
         num_chunk_blocks = blocks_needed(num_cached + num_tokens, size) - len(cached)
         num_new = num_missing_blocks if request.is_sending else num_chunk_blocks
         is_resumed = request.status is RequestStatus.PREEMPTED

@@ -1,9 +1,9 @@
-"""The plan of a step: token budget, chunked prefill, preemption by recompute; and the plan of the one after it.
+"""The plan of a step: token budget, policy, preemption by recompute; and the plan of the one after it.
 
-Running requests come first, and of those the decodes. If one client's answers would slow down those of others, they
-take turns (``FairSteps``). A request that runs short of blocks preempts others (``Preemption``). If none was preempted,
-other requests start (``Admission``). While the model computes, ``NextStep`` prepares the next step, for the case that all
-requests continue by one token each.
+The policy decides whether prompts and answers share the step (``SchedulingPolicy``). Running requests come first, and of
+those the decodes. If one client's answers would slow down those of others, they take turns (``FairSteps``). A request that
+runs short of blocks preempts others (``Preemption``). If none was preempted, other requests start (``Admission``). While the
+model computes, ``NextStep`` prepares the next step, for the case that all requests continue by one token each.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,11 @@ from itertools import chain
 from engine.options import BatchingOptions
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batch.admission import Admission, Preemption
-from engine.scheduling.batch.fair_steps import FairSteps
+from engine.scheduling.batch.fair_steps import FairStep, FairSteps
+from engine.scheduling.batch.policy import Stage, make_policy
 from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.requests.finish import RequestStatus
-from engine.scheduling.requests.queues import BatchQueues
+from engine.scheduling.requests.queues import BatchQueues, PriorityQueue
 from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.step_plan import ScheduledRequest, StepPlan
 from engine.scheduling.requests.stopping import add_bitmask, ends_with_next_token, stop_tokens
@@ -164,31 +165,43 @@ class Batcher:
         self.fair_steps = FairSteps(options.max_key_slowdown, clock)
         self.admission = Admission(queues, pool, options.max_num_seqs, totals, clock)
         self.next_step = NextStep(queues, pool, self.admission, options.max_num_batched_tokens, max_length)
+        self.policy = make_policy(options, queues, clock)
         self._preemption = Preemption(queues, pool)
         self._queues = queues
-        self._max_num_batched_tokens = options.max_num_batched_tokens
-        self._max_num_mixed_tokens = options.max_num_mixed_tokens
+        self._stage: Stage | None = None
 
     def plan(self, unserved: Request | None = None) -> StepPlan:
         """Decide a step: preempt and start requests, and allocate blocks for every entry.
 
         unserved: a request outside the queues that waits for blocks; none that comes after it takes blocks to start.
         """
+        self._stage = None
         if plan := self.next_step.pop():
             return plan
-        queues = self._queues
-        budget = self._max_num_batched_tokens
-        # Beside answers that continue, prompts get less: each of their tokens delays the next token of all answers.
-        if num_answers := sum(request.is_decoding for request in queues.running.requests) + len(
-            queues.arrived.requests
-        ):
-            budget = min(budget, num_answers + self._max_num_mixed_tokens)
-        plan = StepPlan(budget)
-        step = self.fair_steps.begin(queues.running, queues.arrived, queues.waiting)
+        plan = StepPlan(self.policy.budget())
+        for stage in self.policy.stages():
+            self._fill(plan, stage, unserved)
+            if plan.entries:
+                self._stage = stage
+                break
+        return plan
+
+    def note(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        """Record how long a step took."""
+        self.fair_steps.note(scheduled, seconds)
+        if self._stage is Stage.PREFILL:
+            self.policy.last_prompt_latency = seconds
+        self._stage = None
+
+    def _fill(self, plan: StepPlan, stage: Stage, unserved: Request | None) -> None:
+        """Add what a step of this stage computes."""
+        step = self._begin(stage)
         # Decodes before chunks of prompts, so that a long prompt does not delay running answers.
-        for request in sorted(queues.running.requests, key=lambda request: not request.is_decoding):
+        for request in sorted(self._queues.running.requests, key=lambda request: not request.is_decoding):
             # The list is a copy: a request of it may have been preempted for one before it.
             if request.status is RequestStatus.PREEMPTED or request.key in step.sitting_out:
+                continue
+            if not stage.holds(request):
                 continue
             num_tokens = min(request.num_missing_tokens, plan.budget)
             if num_tokens == 0:
@@ -198,5 +211,10 @@ class Batcher:
                 plan.add(ScheduledRequest(request, num_tokens, new_blocks))
         # Blocks ran short: one that started now might lose them again in the next step.
         if plan.num_preempted == 0:
-            self.admission.start_requests(plan, step, unserved)
-        return plan
+            self.admission.start_requests(plan, step, unserved, stage)
+
+    def _begin(self, stage: Stage) -> FairStep:
+        queues = self._queues
+        if stage is Stage.PREFILL:  # no answer is in it, so none of them may lose its turn
+            return self.fair_steps.begin(PriorityQueue(), queues.running, queues.arrived, queues.waiting)
+        return self.fair_steps.begin(queues.running, queues.arrived, queues.waiting)

@@ -11,8 +11,10 @@ step than make it that much longer.
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from itertools import islice
 
 from engine.outputs import SchedulerOutput
+from engine.scheduling.batch.policy import Stage
 from engine.scheduling.requests.queues import PriorityQueue
 from engine.scheduling.requests.request import Request
 
@@ -81,12 +83,13 @@ class FairStep:
         self.num_started: Counter[str] = Counter()
         self._served = served
 
-    def next_of(self, queue: PriorityQueue) -> Request | None:
+    def next_of(self, queue: PriorityQueue, stage: Stage = Stage.MIXED) -> Request | None:
         """Return the request that starts next: of the client that was served least and may start another one."""
         limit = self.limit
         if limit is None:
-            return queue.first
-        firsts = [next(queue.of(client)) for client in queue.clients if self.num_started[client] < limit]
+            return next(filter(stage.holds, queue), None)
+        clients = [client for client in queue.clients if self.num_started[client] < limit]
+        firsts = [one for client in clients for one in islice(filter(stage.holds, queue.of(client)), 1)]
         return min(
             firsts, key=lambda one: (self._served[one.engine_request.tenant], one.precedence), default=None
         )

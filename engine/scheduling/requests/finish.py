@@ -1,7 +1,7 @@
 """The states of a request in the scheduler, and the ways in which it finishes on this engine."""
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 
 from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError
 from contract.outputs import FinishReason
@@ -39,6 +39,31 @@ _FINISHED = frozenset(
         RequestStatus.FINISHED_IGNORED,
     }
 )
+
+
+class SequenceStatus(IntEnum):
+    """The same life in the numbers of vLLM's first engine, whose order counts: what is above SWAPPED has finished."""
+
+    WAITING = 0
+    RUNNING = 1
+    SWAPPED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_IGNORED = 6
+
+    @classmethod
+    def of(cls, status: RequestStatus, *, is_swapped: bool = False) -> "SequenceStatus":
+        """Return the view of a status. is_swapped: the request was preempted, and its KV is kept outside the pool."""
+        if status in _FINISHED or status is RequestStatus.RUNNING:
+            return cls[status.name]
+        # Whatever it waits for; one that is recomputed after a preemption waits like a new one.
+        return cls.SWAPPED if is_swapped else cls.WAITING
+
+    @property
+    def is_finished(self) -> bool:
+        """True once nothing more will happen to the request."""
+        return self > SequenceStatus.SWAPPED
 
 
 _REASONS = {

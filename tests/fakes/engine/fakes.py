@@ -152,7 +152,10 @@ class _Sequence:
 
 
 class FakeRunner:
-    """Executes a SchedulerOutput as the real runner does, and asserts that it is consistent."""
+    """Executes a SchedulerOutput as the real runner does, and asserts that it is consistent.
+
+    num_mixed_steps: steps that computed prompts and continued answers.
+    """
 
     def __init__(self, memory: FakeMemory) -> None:
         self.memory = memory
@@ -161,6 +164,7 @@ class FakeRunner:
         self.num_dummy_batches = 0
         self.is_interrupted = False
         self.batch_sizes: list[int] = []
+        self.num_mixed_steps = 0
         self._sequences: dict[str, _Sequence] = {}
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -170,6 +174,8 @@ class FakeRunner:
             del self._sequences[key]
         self.memory.copy_blocks(scheduled.block_copies)
         starts = self._update(scheduled)
+        kinds = {self._is_decode(scheduled, key, start) for key, start in starts.items()}
+        self.num_mixed_steps += {True, False} <= kinds
         assert starts.keys() == scheduled.num_scheduled_tokens.keys()
         is_of_answers = set(scheduled.num_scheduled_tokens.values()) == {1}
         may_be_interrupted = is_of_answers and scheduled.kv_connector_metadata is None
@@ -194,6 +200,15 @@ class FakeRunner:
     def execute_dummy_batch(self) -> None:
         """Make a forward pass for other ranks only."""
         self.num_dummy_batches += 1
+
+    def _is_decode(self, scheduled: SchedulerOutput, key: str, start: int) -> bool | None:
+        """Return whether a step continues an answer; None if its KV may be from the cache, or another worker."""
+        sequence = self._sequences[key]
+        if start < len(sequence.token_ids) - 1 or start < sequence.num_prompt_tokens:
+            return False
+        cached = scheduled.scheduled_cached_reqs
+        resumed = dict(zip(cached.req_ids, cached.resumed_from_preemption, strict=True))
+        return None if resumed.get(key, True) else True
 
     def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """Record new and continued requests; return where each one's computation starts."""
