@@ -42,6 +42,15 @@ RETIRED_NAMES = re.compile(
     r"|FewRows|few_rows|Drafts|draft_next|router/link|worker\.link)\b"
 )
 
+IRREGULAR_PARTICIPLES = frozenset(
+    "begun bought bound broken brought built caught chosen dealt done drawn driven eaten fallen felt forgotten fought found"
+    " frozen given gone got grown heard held hidden kept known laid led lent lost made met paid ridden seen sent shown shut"
+    " slept sold spent spoken stolen stood struck swept sworn taught thought thrown told understood woken won worn wound"
+    " written".split()
+)
+VERBS_IN_ED = frozenset("bleed embed feed need seed shed".split())
+"""Verbs that look like a participle."""
+
 RETIRED_IDENTIFIERS = {"asked": "request", "drafts": "next_step"}
 """Names in the product that said little; each with the word to begin from. In sentences the words are allowed."""
 
@@ -60,7 +69,7 @@ def problems_of_code(source: str, is_test: bool, *, is_product: bool = True) -> 
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_test:
-            yield from _problems_of_first_word(node)
+            yield from _problems_of_function(node, is_product=is_product)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield from _problems_of_docstring(node.lineno, node.value.value)
         elif isinstance(node, ast.Name | ast.Attribute | ast.arg) and is_product and not is_test:
@@ -123,15 +132,46 @@ def _problems_of_docstring(line: int, text: object) -> Iterator[Problem]:
         yield from _refused_words(line, text, REFUSED_WORDS)
 
 
-def _problems_of_first_word(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Problem]:
+def _problems_of_function(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_product: bool
+) -> Iterator[Problem]:
     first = _first_word(ast.get_docstring(node) or "")
-    is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
     is_allowed = first.lower() in FRAGMENT_STARTS or first in ("", *HTTP_METHODS) or is_verb(first)
-    if not is_property and not is_allowed:
+    if not _is_property(node) and not is_allowed:
         yield (
             node.body[0].lineno,
             f"the docstring of {node.name} begins with {first!r}, which is no verb of docstring_verbs.txt",
         )
+    if is_product:
+        yield from _problems_of_name(node)
+
+
+def _problems_of_name(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Problem]:
+    """Check the name of a function: an action is a verb, an event handler ``on_x``.
+
+    A participle may name what a function returns, as ``sorted`` does: then the docstring begins with "Return" or "Yield".
+    """
+    word = node.name.strip("_").split("_")[0]
+    if word in ("take", "taken"):
+        yield (
+            node.lineno,
+            f"the name {node.name!r} does not say what happens: pop, get, drain, read, on_output or the like",
+        )
+        return
+    is_participle = word in IRREGULAR_PARTICIPLES or (word.endswith("ed") and word not in VERBS_IN_ED)
+    if not is_participle or _is_property(node):
+        return
+    returned = "" if node.returns is None else ast.unparse(node.returns)
+    first = _first_word(ast.get_docstring(node) or "Return")
+    if first not in ("Return", "Yield") or re.fullmatch(r"(\w*Iterator\[)?None\]?|NoReturn", returned):
+        yield (
+            node.lineno,
+            f"the name {node.name!r} is a participle; name an action by its verb, a handler on_x",
+        )
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def _first_word(text: str) -> str:

@@ -159,3 +159,35 @@ def test_a_retired_identifier_is_refused_in_the_product(source: str) -> None:
 def test_words_of_retired_identifiers_and_no_ops_in_sentences() -> None:
     assert not list(problems_of_code('"""Return what the client asked for."""\n', False))
     assert [text for _, text in problems_of_document("A value that asks for nothing is ignored.\n")]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def take_events(self): ...\n",
+        "def _taken(self) -> list[int]: ...\n",
+        "def opened(send: Send) -> Step:\n    '''Lend the blocks.'''\n",
+        "async def ended(self) -> None: ...\n",
+        "def _begun(self) -> Iterator[None]: ...\n",
+        "def finished(self) -> None:\n    '''Return nothing.'''\n",
+    ],
+)
+def test_take_and_a_participle_are_no_names_of_actions_in_the_product(source: str) -> None:
+    assert [text for _, text in problems_of_code(source, False) if text.startswith("the name")]
+    assert not list(problems_of_code(source, True))
+    assert not list(problems_of_code(source, False, is_product=False))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reduced(self) -> Grammar:\n    '''Return the grammar without some parts.'''\n",
+        "def _quoted(text: str) -> str: ...\n",
+        "@property\ndef held(self) -> str:\n    '''The text that was read.'''\n",
+        "def feed(self, data: bytes) -> None: ...\n",
+        "def on_ended(self) -> None: ...\n",
+        "def takes_value(word: str) -> bool: ...\n",
+    ],
+)
+def test_a_participle_may_name_what_a_function_returns(source: str) -> None:
+    assert not list(problems_of_code(source, False))
