@@ -1,8 +1,11 @@
-"""``kvbaton batch``: sends the requests of a file over HTTP and writes the answers to another file."""
+"""``kvbaton batch``: answers the requests of a file, and writes the answers to another file.
+
+With ``--url`` they are sent over HTTP. Otherwise a router in this process answers them, without any port for clients.
+"""
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -22,14 +25,17 @@ from cli.batch_files import (
     read_lines,
     result,
 )
-from cli.endpoint import Endpoint, endpoint_at, local_endpoint
+from cli.endpoint import endpoint_at
 from contract.errors import KvbatonError, SettingError, UnavailableError
+from kvbaton.service import UseRouter, serve_offline
 from launch.arguments import parse
 from launch.client_settings import BatchSettings
-from launch.kept_process import Facts
-from launch.local_cluster import run_local
-from launch.processes import ROUTER
+from launch.local_cluster import run_until_signal
+from launch.memory_plan import check_memory
+from launch.model import check_model, find_model
 from launch.progress import progress_bar
+from router.http.batch_answers import BatchAnswers
+from router.service import RouterService
 from serving import signals
 from serving.logs import configure_logs
 
@@ -37,7 +43,7 @@ _BUSY = (429, 503)
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
-def batch(arguments: Sequence[str]) -> None:
+def run_batch(arguments: Sequence[str]) -> None:
     """Run ``kvbaton batch``."""
     settings = parse(BatchSettings, "kvbaton batch", arguments)
     settings.refuse_contradictions()
@@ -55,35 +61,51 @@ def batch(arguments: Sequence[str]) -> None:
         )
 
 
-class BatchClient:
-    """Sends requests to the service at ``url``."""
+Post = Callable[[BatchRequest], Awaitable[tuple[Response, Mapping[str, str]]]]
+"""Sends a request once and returns the reply, with any status, and its headers. Raises UnavailableError if none comes."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, max_retries: int) -> None:
-        self._session = session
-        self._url = url
-        self._headers = {"Content-Type": "application/json"}
-        self._max_retries = max_retries
 
-    async def send(self, request: BatchRequest) -> Response:
-        """Return the service's final reply, with any status. Raises UnavailableError when it no longer answers."""
-        for attempt in range(self._max_retries + 1):
-            is_last = attempt == self._max_retries
-            pause = min(0.5 * 2.0**attempt, _LONGEST_PAUSE_SECONDS)
-            try:
-                async with self._session.post(
-                    f"{self._url}{request.path}", data=request.body, headers=self._headers
-                ) as reply:
-                    response = _response(reply, await reply.read())
-                if reply.status not in _BUSY or is_last:
-                    return response
-                pause = retry_after_seconds(reply.headers, pause)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                # Sent again though the service may have answered: that costs a computation, and a lost answer the line.
-                if is_last:
-                    reason = str(error) or type(error).__name__
-                    raise UnavailableError(f"{self._url} no longer answers: {reason}") from error
-            await asyncio.sleep(pause)
-        raise AssertionError("unreachable")
+async def send(request: BatchRequest, post: Post, max_retries: int) -> Response:
+    """Return the service's final reply, with any status. Raises UnavailableError when it no longer answers."""
+    for attempt in range(max_retries + 1):
+        is_last = attempt == max_retries
+        pause = min(0.5 * 2.0**attempt, _LONGEST_PAUSE_SECONDS)
+        try:
+            response, headers = await post(request)
+            if response.status_code not in _BUSY or is_last:
+                return response
+            pause = retry_after_seconds(headers, pause)
+        except UnavailableError:
+            # Sent again though the service may have answered: that costs a computation, and a lost answer the line.
+            if is_last:
+                raise
+        await asyncio.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+def post_over_http(session: aiohttp.ClientSession, url: str) -> Post:
+    """Return a function that sends requests to the service at ``url``."""
+
+    async def post(request: BatchRequest) -> tuple[Response, Mapping[str, str]]:
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with session.post(f"{url}{request.path}", data=request.body, headers=headers) as reply:
+                return _response(reply, await reply.read()), reply.headers
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise UnavailableError(f"{url} no longer answers: {reason}") from error
+
+    return post
+
+
+def post_without_http(answers: BatchAnswers) -> Post:
+    """Return a function that gives requests to a router in this process, with the answers that HTTP would give."""
+
+    async def post(request: BatchRequest) -> tuple[Response, Mapping[str, str]]:
+        found = await answers(request.path, request.body, "", lambda: None)
+        return Response(found.status_code, found.request_id, msgspec.Raw(found.body)), {}
+
+    return post
 
 
 def _response(reply: aiohttp.ClientResponse, raw: bytes) -> Response:
@@ -136,37 +158,49 @@ class Batch:
     def run(self) -> None:
         """Send requests until all are answered. Raises UnavailableError when the service goes away."""
         if self._settings.url is None:
-
-            async def ask_local(facts: dict[str, Facts], _: asyncio.Event) -> None:
-                await self._ask_all(local_endpoint(self._settings, facts[ROUTER]))
-
-            run_local(self._settings, ask_local)
+            self._run_offline()
         else:
-            signals.run(self._ask_all(endpoint_at(self._settings.url, self._settings)))
+            signals.run(self._ask_service(self._settings.url))
 
-    async def _ask_all(self, endpoint: Endpoint) -> None:
+    async def _ask_service(self, url: str) -> None:
+        endpoint = endpoint_at(url, self._settings)
+        async with endpoint.open_session(self._settings.max_concurrency) as session:
+            await self._ask_all(post_over_http(session, url))
+
+    def _run_offline(self) -> None:
+        model = find_model(self._settings.model)  # before there is an event loop: a signal ends a download
+
+        async def serve(stopped: asyncio.Event, use: UseRouter) -> None:
+            await asyncio.to_thread(check_model, self._settings, model)
+            await asyncio.to_thread(check_memory, self._settings, model)
+            await serve_offline(stopped, self._settings, model, use)
+
+        async def ask(router: RouterService, _: asyncio.Event) -> None:
+            await self._ask_all(post_without_http(router.line_answers))
+
+        asyncio.run(run_until_signal(serve, ask))
+
+    async def _ask_all(self, post: Post) -> None:
         settings = self._settings
         with ExitStack() as opened:
             write = opened.enter_context(appending(settings.output))
             advance = opened.enter_context(progress_bar("Requests", self.num_lines))
             lines = read_lines(settings.input)
-            async with endpoint.open_session(settings.max_concurrency) as session:
-                client = BatchClient(session, endpoint.url, settings.max_retries)
-                tasks = [
-                    asyncio.create_task(self._work(client, lines, write, advance))
-                    for _ in range(min(settings.max_concurrency, self.num_lines))
-                ]
-                try:
-                    await asyncio.gather(*tasks)
-                finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
+            tasks = [
+                asyncio.create_task(self._work(post, lines, write, advance))
+                for _ in range(min(settings.max_concurrency, self.num_lines))
+            ]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         self.is_over = True
 
     async def _work(
         self,
-        client: BatchClient,
+        post: Post,
         lines: Iterator[BatchRequest | BadLine],
         write: Callable[[Result], None],
         advance: Callable[[], None],
@@ -177,7 +211,7 @@ class Batch:
                 self._num_earlier += 1
             else:
                 if isinstance(line, BatchRequest):
-                    found = result(line.custom_id, await client.send(line))
+                    found = result(line.custom_id, await send(line, post, self._settings.max_retries))
                 else:
                     problem = Problem("invalid_line", f"line {line.number}: {line.reason}", line.number)
                     found = result(line.custom_id, error=problem)

@@ -56,7 +56,7 @@ COMMANDS = {
     "demo": Command("cli.demo:demo", _MACHINE, "show a hand-over on the demo model", is_service=True),
     "chat": Command("cli.chat:chat", _ASK, "chat in the terminal"),
     "run": Command("cli.run:run", _ASK, "answer one prompt and exit"),
-    "batch": Command("cli.batch:batch", _ASK, "answer a file of requests, in OpenAI's batch format"),
+    "batch": Command("cli.batch:run_batch", _ASK, "answer a file of requests, in OpenAI's batch format"),
     "bench": Command("cli.bench:bench", _ASK, "measure a service, and write its timing model"),
     "check": Command("cli.check:check", _ASK, "describe a model folder and test its chat template"),
     "compose": Command("cli.compose:compose", _MACHINE, "write a Docker Compose file for this machine"),

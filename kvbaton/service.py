@@ -1,12 +1,12 @@
-"""The service behind an ``LLM``: a router in its own thread, and workers as child processes.
+"""The service behind an ``LLM`` and ``kvbaton batch``: a router in this process, and workers as child processes.
 
-The router is that of ``kvbaton up``, without public ports: requests enter its pipeline directly. The workers are started,
-watched and restarted like those of ``kvbaton up``, and end with this process.
+The router is that of ``kvbaton up``, without ports for clients and operators: requests enter its pipeline directly. The
+workers are started, watched and restarted like those of ``kvbaton up``, and end with this process.
 """
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,8 @@ from serving.signals import result_of
 from text.model_card import ModelCard
 
 T = TypeVar("T")
+UseRouter = Callable[[RouterService, asyncio.Event], Awaitable[None]]
+"""Uses a router that is ready; the event is set when the service stops."""
 _LOOPBACK = "127.0.0.1:0"
 NO_TIMEOUT_SECONDS = 30 * 24 * 3600.0
 _MAX_QUEUE = 2**31
@@ -113,31 +115,41 @@ class OfflineService:
             self._ready.set_exception(error)
 
     async def _serve(self) -> None:
-        try:
-            with cluster_secret(self._settings.secret_file) as secret_file:
-                await self._serve_with(secret_file)
-        finally:
-            with self._closing:  # work that is submitted after this would never run
-                self._is_closed = True
-
-    async def _serve_with(self, secret_file: Path) -> None:
-        router = RouterService(_router_settings(self._settings, self._model, secret_file))
-
-        async def announce(_: dict[str, Facts], stopped: asyncio.Event) -> None:
-            await router.wait_ready()
+        async def announce(router: RouterService, stopped: asyncio.Event) -> None:
             self._ready.set_result((router.pipeline, router.models.card()))
             await stopped.wait()
 
         try:
+            await serve_offline(self._stopped, self._settings, self._model, announce)
+        finally:
+            with self._closing:  # work that is submitted after this would never run
+                self._is_closed = True
+
+
+async def serve_offline(
+    stopped: asyncio.Event, settings: LocalSettings, model: Path, when_ready: UseRouter
+) -> None:
+    """Run a router in this event loop and its workers as processes, await ``when_ready``, then stop them.
+
+    model: its folder. The router listens for workers only. Otherwise like ``launch.local_cluster.serve_until``.
+    """
+    with cluster_secret(settings.secret_file) as secret_file:
+        router = RouterService(_router_settings(settings, model, secret_file))
+
+        async def use(_: dict[str, Facts], until: asyncio.Event) -> None:
+            await router.wait_ready()
+            await when_ready(router, until)
+
+        try:
             # The router runs already when the workers are started, so each gets its address at once.
             await router.start(has_public_ports=False)
-            specs = _workers(self._settings, self._model, secret_file, router.addresses.as_dict())
-            await supervise(Supervisor(specs), self._stopped, announce)
+            specs = _workers(settings, model, secret_file, router.addresses.as_dict())
+            await supervise(Supervisor(specs), stopped, use)
         finally:
             await router.stop()
 
 
-def _router_settings(settings: LLMSettings, model: Path, secret_file: Path) -> RouterSettings:
+def _router_settings(settings: LocalSettings, model: Path, secret_file: Path) -> RouterSettings:
     """Return the settings of a router of ``kvbaton up``, without limits that only a service with many clients needs."""
     unlimited = {"request_timeout_seconds": NO_TIMEOUT_SECONDS, "max_queue": _MAX_QUEUE}
     environment = child_environment(unlimited | from_file(settings, Role.ROUTER))
@@ -146,13 +158,13 @@ def _router_settings(settings: LLMSettings, model: Path, secret_file: Path) -> R
         "model": model,
         "served_model_name": settings.served_model_name or model_name(settings.model),
         "secret_file": secret_file,
-        **dict.fromkeys(("internal", "admin"), _LOOPBACK),
+        "internal": _LOOPBACK,
     }
     given = {name: environment[variable(name)] for name in names}
     return parse(RouterCommand, "kvbaton router", to_arguments(given | own))
 
 
-def _workers(settings: LLMSettings, model: Path, secret_file: Path, router: Facts) -> list[ProcessSpec]:
+def _workers(settings: LocalSettings, model: Path, secret_file: Path, router: Facts) -> list[ProcessSpec]:
     def with_router(spec: ProcessSpec) -> Callable[[Mapping[str, Facts]], list[str]]:
         return lambda _: spec.command({ROUTER: router})
 

@@ -288,9 +288,9 @@ class ChatSettings(AskSettings):
 class BatchSettings(ClientSettings):
     """Answer the requests of a file: one JSON object per line, in the format of OpenAI's Batch API.
 
-    Uses the service at --url, or else starts the model for this batch. Answers are written as they arrive. A second run
-    with the same files sends only the requests without an answer. Exit code: 0 all answered, 1 some not, 130 Ctrl-C,
-    143 SIGTERM.
+    Uses the service at --url, or else starts the model for this batch, without HTTP. Answers are written as they arrive. A
+    second run with the same files sends only the requests without an answer. Exit code: 0 all answered, 1 some not, 130
+    Ctrl-C, 143 SIGTERM.
 
     Examples:
       kvbaton batch -i questions.jsonl -o answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct
@@ -307,6 +307,17 @@ class BatchSettings(ClientSettings):
     """Maximum number of concurrent requests."""
     max_retries: int = Field(default=10, ge=0)
     """Retries of a request after 429, 503 or a lost connection; each waits as long as the service requests."""
+
+    def refuse_contradictions(self) -> None:
+        """Raise SettingError for flags about starting a service beside --url, and for ports without it."""
+        super().refuse_contradictions()
+        flags = {name for name, origin in self.sources.origins.items() if origin == FLAG}
+        if self.url is None and (useless := sorted(flags & {"http", "grpc", "ready_file"})):
+            raise SettingError(
+                f"{useless[0]} would have no effect: without --url, a batch opens no port for clients or operators;"
+                " remove it",
+                param=useless[0],
+            )
 
 
 class BenchSettings(ClientSettings):

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from contract.identity import new_secret
 from contract.run_folder import RunFolder
@@ -17,6 +18,7 @@ from launch.settings import LocalSettings
 from launch.supervisor import Supervisor
 from serving.signals import StopEvent, result_of, until_stopped
 
+T = TypeVar("T")
 WhenReady = Callable[[dict[str, Facts], asyncio.Event], Awaitable[None]]
 
 
@@ -49,14 +51,15 @@ def run_local(settings: LocalSettings, when_ready: WhenReady, listener: Listener
 
 
 async def run_until_signal(
-    serve: Callable[[asyncio.Event, WhenReady], Awaitable[None]], when_ready: WhenReady
+    serve: Callable[[asyncio.Event, Callable[[T, asyncio.Event], Awaitable[None]]], Awaitable[None]],
+    when_ready: Callable[[T, asyncio.Event], Awaitable[None]],
 ) -> None:
     """Await ``serve`` with the event of signals, and raise the exception of one before ``when_ready`` has returned."""
     is_done = False
 
-    async def use(facts: dict[str, Facts], until: asyncio.Event) -> None:
+    async def use(running: T, until: asyncio.Event) -> None:
         nonlocal is_done
-        await when_ready(facts, until)
+        await when_ready(running, until)
         is_done = True
 
     async with until_stopped() as stopped:

@@ -11,6 +11,7 @@ from router.admin.inspection import Inspection
 from router.admin.scaling import ScalingLeases, ScalingReports
 from router.attempts.draining import Drain
 from router.client_access import client_access
+from router.http.batch_answers import BatchAnswers
 from router.intake.model_source import ModelSource
 from router.migration.evacuation import Evacuation
 from router.migration.migrator import Migrator
@@ -121,6 +122,14 @@ class RouterService:
         return self._path.models
 
     @property
+    def line_answers(self) -> BatchAnswers:
+        """Answers to the bodies of HTTP requests without HTTP, at the priority that each body has."""
+        path = self._path
+        return BatchAnswers(
+            path.pipeline, path.models, lambda: self.is_ready, self._settings, is_background=False
+        )
+
+    @property
     def is_ready(self) -> bool:
         """True if a request can be answered: the model is known, and workers for all legs are attached."""
         return not self._drain.is_on and self._path.missing is None
@@ -134,7 +143,7 @@ class RouterService:
         await self._path.wait_until(lambda: len(self._path.registry.workers) == count)
 
     async def start(self, *, has_public_ports: bool = True) -> None:
-        """Listen on every port; without ``has_public_ports`` only on those for workers and operators.
+        """Listen on every port; without ``has_public_ports`` only on that for workers.
 
         Raises SettingError for a model or an address that cannot be used.
         """
@@ -146,8 +155,10 @@ class RouterService:
         caps = connection_caps(settings.max_connections, limit, num_open_descriptors(), num_files)
         internal = await self._worker_port.start(caps.internal)
         http, grpc = await self._public.start(caps) if has_public_ports else ("", "")
-        await self._admin.start()
-        self._addresses = BoundAddresses(http, grpc, internal, self._admin.address)
+        if has_public_ports:
+            await self._admin.start()
+        admin = self._admin.address if has_public_ports else ""
+        self._addresses = BoundAddresses(http, grpc, internal, admin)
         self._watchers = [
             asyncio.create_task(
                 self._path.models.load_from_workers(self._path.registry), name="load the model"

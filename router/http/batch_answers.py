@@ -28,7 +28,11 @@ _Request = TypeVar("_Request", GenerationRequest, EmbeddingRequest)
 
 
 class BatchAnswers:
-    """Answers lines; an ``AnswerLine``. has_workers: returns True if the service could answer another request."""
+    """Answers lines; an ``AnswerLine``.
+
+    has_workers: returns True if the service could answer another request. is_background: requests yield to all others, and
+    may not name a priority.
+    """
 
     def __init__(
         self,
@@ -36,8 +40,11 @@ class BatchAnswers:
         models: ModelSource,
         has_workers: Callable[[], bool],
         settings: RouterSettings,
+        *,
+        is_background: bool = True,
     ) -> None:
         self._pipeline = pipeline
+        self._is_background = is_background
         self._has_workers = has_workers
         self._max_values = settings.max_body_values
         self._is_strict = settings.strict_api
@@ -70,15 +77,15 @@ class BatchAnswers:
         body = await decode_body(raw, self._max_values, schema, is_strict=self._is_strict)
         if body.fields.get("stream"):
             raise InvalidRequestError("stream is not allowed in a batch; leave it out", param="stream")
-        if body.fields.get("priority"):
+        if self._is_background and body.fields.get("priority"):
             raise InvalidRequestError(
                 "priority is not allowed in a batch, which has the lowest one; leave it out", param="priority"
             )
         if endpoint is None:
             inputs = self._embeddings.embedding(body, origin)
-            return await inputs.whole(await self._pipeline.embed(*_in_background(inputs.requests)))
+            return await inputs.whole(await self._pipeline.embed(*self._ranked(inputs.requests)))
         exchange = endpoint.parse(body, origin)
-        exchange = structs.replace(exchange, requests=_in_background(exchange.requests))
+        exchange = structs.replace(exchange, requests=self._ranked(exchange.requests))
         found: list[Delta] = []
         with NamingFields(exchange):
             async with self._pipeline.generate(*exchange.requests) as deltas:
@@ -87,9 +94,10 @@ class BatchAnswers:
                     found.append(delta)
         return await exchange.whole(found)
 
-
-def _in_background(requests: list[_Request]) -> list[_Request]:
-    return [structs.replace(one, priority=BACKGROUND_PRIORITY, is_background=True) for one in requests]
+    def _ranked(self, requests: list[_Request]) -> list[_Request]:
+        if not self._is_background:
+            return requests
+        return [structs.replace(one, priority=BACKGROUND_PRIORITY, is_background=True) for one in requests]
 
 
 def _failed(request_id: str, error: KvbatonError, *, has_workers: bool) -> LineAnswer:

@@ -374,19 +374,3 @@ def test_the_pause_is_seconds_or_a_date_and_a_minute_at_most() -> None:
     pauses = [retry_after_seconds({"Retry-After": value}, 7.0) for value in asked]
     assert pauses == [3.0, 0.0, 60.0, 60.0, 0.0, 7.0, 7.0, 7.0]
     assert retry_after_seconds({}, 7.0) == 7.0
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-async def test_a_batch_starts_and_ends_a_model_of_its_own(files: Files) -> None:
-    """A23 without a running service: the demo model, here with its default pools."""
-    files.ask(*(line(str(number), "Once", body={"prompt": "Once", "temperature": 0}) for number in range(8)))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "cli.main", "batch", "--input", str(files.input)),
-        *("--output", str(files.output), "--model", "demo", "--num-threads", "1"),
-        *("--kv-cache-bytes", str(64 * 2**20)),
-    )
-    assert await asyncio.wait_for(process.wait(), 100) == 0
-    texts = {one["response"]["body"]["choices"][0]["text"] for one in files.results()}
-    assert len(files.results()) == 8
-    assert len(texts) == 1
