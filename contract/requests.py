@@ -1,7 +1,7 @@
 """A request in the form that all processes share: token ids, sampling parameters, and the transfer of its KV."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -12,20 +12,36 @@ from contract.sampling import LISTS, SamplingParams
 MAX_CHOICES = 128
 
 
+PoolingType = Literal["last", "mean", "max"]
+POOLING_TYPES = get_args(PoolingType)
+
+
 class PoolingParams(msgspec.Struct, frozen=True):
     """The parameters of an embedding: the prompt's final hidden states become one vector.
 
-    kind: the last token's state, or the mean over all tokens. normalize: to length 1.
+    pooling_type: the last token's state, or the mean or the largest values over all tokens; None: as the model's folder
+    asks, which the worker reads. normalize: to length 1.
     """
 
-    kind: Literal["last", "mean"] = "last"
+    pooling_type: PoolingType | None = None
     normalize: bool = True
 
+    @property
+    def is_over_all_tokens(self) -> bool:
+        """True if the state of every token of the prompt is needed, so that none may come from the prefix cache."""
+        return self.pooling_type in ("mean", "max")
+
     def check(self) -> None:
-        """Raise InvalidRequestError about ``pooling_params`` for an unknown kind."""
-        if self.kind not in ("last", "mean"):
+        """Raise InvalidRequestError about ``pooling_type`` or ``normalize`` for a value that is none."""
+        if self.pooling_type is not None and self.pooling_type not in POOLING_TYPES:
             raise InvalidRequestError(
-                f"the kind of pooling is {self.kind!r}; it must be last or mean", param="pooling_params"
+                f"pooling_type is {self.pooling_type!r:.40}; it must be {', '.join(POOLING_TYPES)}, or left out for the "
+                "model's own",
+                param="pooling_type",
+            )
+        if type(self.normalize) is not bool:
+            raise InvalidRequestError(
+                f"normalize is {self.normalize!r:.40}; it must be true or false", param="normalize"
             )
 
 
@@ -152,6 +168,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.pooling_params is None:
             return
         self.pooling_params.check()
+        if self.pooling_params.pooling_type is None:
+            raise InvalidRequestError(
+                "the engine has no model folder to read the pooling from: name a pooling_type",
+                param="pooling_type",
+            )
         if self.transfer or self.num_choices > 1 or self.choice or self.first_index or self.sampling.grammar:
             raise InvalidRequestError(
                 "an embedding has one choice, no tokens, no grammar, and is not handed over",

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from contract.requests import PoolingParams
     from kvbaton.engine import Engine
     from kvbaton.llm import LLM
     from kvbaton.outputs import (
@@ -26,6 +27,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "Engine",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -39,6 +41,7 @@ _MODULES = {
     "EmbeddingRequestOutput": "kvbaton.outputs",
     "Engine": "kvbaton.engine",
     "Logprob": "kvbaton.outputs",
+    "PoolingParams": "contract.requests",
     "RequestOutput": "kvbaton.outputs",
     "SamplingParams": "kvbaton.sampling",
 }

@@ -8,6 +8,7 @@ from os import PathLike, fspath
 from typing import Any, Literal, Self
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
+from contract.requests import PoolingParams
 from kvbaton.outputs import EmbeddingRequestOutput, RequestOutput
 from kvbaton.requests import (
     Prompt,
@@ -27,6 +28,7 @@ from router.intake.request import EmbeddingRequest, GenerationRequest
 from text.chat import Chat
 
 Sampling = SamplingParams | Sequence[SamplingParams] | None
+Pooling = PoolingParams | Sequence[PoolingParams] | None
 """Parameters for all prompts, or one object per prompt."""
 
 
@@ -112,18 +114,22 @@ class LLM:
     def embed(
         self,
         prompts: PromptType | Sequence[PromptType],
+        pooling_params: Pooling = None,
         *,
         use_tqdm: bool = True,
         lora_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt, in order, from the hidden states of a prefill or aggregated worker.
 
-        Otherwise like ``generate``.
+        pooling_params: one for all prompts, or one for each; None: as the model's folder asks. Otherwise like ``generate``.
         """
         _refuse_lora(lora_request)
         parsed = parse_prompts(prompts)
         service = self._service
-        makers = (partial(self._embedding_request, prompt) for prompt in parsed)
+        asked = PoolingParams() if pooling_params is None else pooling_params
+        params = _one_each("pooling_params", asked, len(parsed))
+        each_prompt = zip(parsed, params, strict=True)
+        makers = (partial(self._embedding_request, *one) for one in each_prompt)
         requests = check_embeddings(service.pipeline, makers)
         with progress_bar("Processed prompts", len(parsed), is_shown=use_tqdm) as advance:
             return service.run(lambda: embed_all(service.pipeline, requests, advance))
@@ -151,13 +157,16 @@ class LLM:
         name = str(next(self._request_ids))
         return params.request(name, prompt.content, priority=priority, **prompt.others)
 
-    def _embedding_request(self, prompt: Prompt) -> EmbeddingRequest:
+    def _embedding_request(self, prompt: Prompt, params: PoolingParams) -> EmbeddingRequest:
         if isinstance(prompt.content, Chat):
             raise InvalidRequestError("a chat has no embedding; pass text or token ids", param="prompts")
+        if not isinstance(params, PoolingParams):
+            raise InvalidRequestError(
+                f"pooling_params has {params!r:.60}; pass PoolingParams", param="pooling_params"
+            )
         salt = prompt.others.get("cache_salt") or ""
-        return EmbeddingRequest(
-            request_id=str(next(self._request_ids)), prompt=prompt.content, cache_salt=salt
-        )
+        name = str(next(self._request_ids))
+        return EmbeddingRequest(request_id=name, prompt=prompt.content, cache_salt=salt, pooling=params)
 
 
 def _refuse_lora(lora_request: object) -> None:

@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 from msgspec.structs import replace
 
 from contract.errors import SettingError, UnsupportedFieldError
 from contract.membership import Credit
 from contract.model_folder import read_json as read_json_value
-from contract.requests import EngineRequest, PoolingParams
+from contract.requests import EngineRequest, PoolingParams, PoolingType
 from engine.info import EngineInfo
 from protos import worker_pb2 as pb
 from text.tokenizer import read_json
@@ -23,7 +22,13 @@ _MODULES = "modules.json"
 _SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
 _FILE = Path("1_Pooling") / "config.json"
 _MODE = "pooling_mode"
-_SERVED: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
+_SERVED: dict[str, PoolingType] = {
+    "lasttoken": "last",
+    "mean_tokens": "mean",
+    "mean": "mean",
+    "max_tokens": "max",
+    "max": "max",
+}
 _QUEUED_STEPS = 2
 """Steps full of prompt tokens that a prefill worker accepts in advance, so that it never waits for the router."""
 
@@ -34,13 +39,15 @@ async def read_prefill(leg: pb.PrefillRequest, _: Path) -> EngineRequest:
 
 
 async def read_embed(leg: pb.EmbedLegRequest, model_folder: Path) -> EngineRequest:
-    """Return the request that pools a prompt's hidden states as the model's folder asks.
+    """Return the request that pools a prompt's hidden states as the order, or else the model's folder, asks.
 
     Raises InvalidRequestError for a bad order, UnsupportedFieldError for pooling that is not supported.
     """
     # Files are read in a thread: a slow disk must not hold up the tokens of the worker's other requests.
-    pooling = await asyncio.to_thread(pooling_of, model_folder)
-    return embed_from_proto(leg, pooling)
+    request = embed_from_proto(leg)
+    assert request.pooling_params is not None
+    pooling = await asyncio.to_thread(pooling_of, model_folder, request.pooling_params)
+    return replace(request, pooling_params=pooling)
 
 
 class PrefillRules:
@@ -64,13 +71,15 @@ class PrefillRules:
         return num_fetches > 0
 
 
-def pooling_of(folder: Path) -> PoolingParams:
-    """Return the model's pooling: the last token's state, or the mean if ``1_Pooling/config.json`` asks for it.
+def pooling_of(folder: Path, asked: PoolingParams) -> PoolingParams:
+    """Return ``asked`` with a type: its own, or else the one of ``1_Pooling/config.json``, or else the last token's state.
 
-    The vector is normalized to length 1 with or without ``2_Normalize``. Raises UnsupportedFieldError for another kind of
-    pooling, for several at once, and for further modules after it.
+    The model's own normalization (``2_Normalize``) is not read: that of ``asked`` counts. Raises UnsupportedFieldError for
+    another kind of pooling or several at once in the folder, where it is read, and for further modules after it.
     """
     _check_modules(folder)
+    if asked.pooling_type is not None:
+        return asked
     try:
         config = read_json(folder / _FILE)
     except (SettingError, ValueError) as error:
@@ -84,14 +93,14 @@ def pooling_of(folder: Path) -> PoolingParams:
             name.removeprefix(flags) for name, value in config.items() if name.startswith(flags) and value
         ]
     if not modes:
-        return PoolingParams()
+        return replace(asked, pooling_type="last")
     if len(modes) > 1 or modes[0] not in _SERVED:
         raise UnsupportedFieldError(
             f"the model's {_FILE} asks for pooling by {' and '.join(modes)}; this version supports "
-            f"{' or '.join(_SERVED)}",
+            f"{' or '.join(_SERVED)}; name a pooling_type to pool in another way",
             param="model",
         )
-    return PoolingParams(kind=_SERVED[modes[0]])
+    return replace(asked, pooling_type=_SERVED[modes[0]])
 
 
 def _check_modules(folder: Path) -> None:

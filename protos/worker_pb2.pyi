@@ -323,6 +323,12 @@ class EmbedLegRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TASK_FIELD_NUMBER: _builtins.int
+    POOLING_TYPE_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    pooling_type: _builtins.str
+    """"last", "mean" or "max"; empty: as the model's folder asks."""
+    normalize: _builtins.bool
+    """Scale the vector to length 1; unset: true."""
     @_builtins.property
     def task(self) -> Global___Task:
         """The task; its sampling parameters are ignored."""
@@ -331,12 +337,16 @@ class EmbedLegRequest(_message.Message):
         self,
         *,
         task: Global___Task | None = ...,
+        pooling_type: _builtins.str = ...,
+        normalize: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize", "pooling_type", b"pooling_type", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
 
 Global___EmbedLegRequest: _TypeAlias = EmbedLegRequest  # noqa: Y015
 

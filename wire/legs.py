@@ -5,14 +5,22 @@ A leg's message contains the task, with its sampling parameters, and the transfe
 """
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from contract.decoding import converter
 from contract.errors import InvalidRequestError
-from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.requests import (
+    EngineRequest,
+    HandOff,
+    PoolingParams,
+    PoolingType,
+    ReceiveTransfer,
+    SendTransfer,
+)
 from contract.sampling import PARAMETERS, Grammar, SamplingParams
+from protos import inference_pb2 as inference
 from protos import worker_pb2 as pb
 from wire.messages import check_numbers
 
@@ -88,15 +96,30 @@ def source_from_proto(message: pb.TransferSource) -> ReceiveTransfer:
 
 
 def embed_to_proto(request: EngineRequest, into: pb.EmbedLegRequest | None = None) -> pb.EmbedLegRequest:
-    """Translate an embedding. The pooling is not sent: the worker reads it from its model's folder."""
+    """Translate an embedding. Raises TypeError for a request without pooling."""
+    if request.pooling_params is None:
+        raise TypeError("an embedding has pooling parameters")
     message = pb.EmbedLegRequest() if into is None else into
     task_to_proto(request, message.task)
+    message.pooling_type = request.pooling_params.pooling_type or ""
+    message.normalize = request.pooling_params.normalize
     return message
 
 
-def embed_from_proto(message: pb.EmbedLegRequest, pooling: PoolingParams) -> EngineRequest:
-    """Translate an embedding that is pooled by ``pooling``. Raises InvalidRequestError for a task without id or prompt."""
+def embed_from_proto(message: pb.EmbedLegRequest) -> EngineRequest:
+    """Translate an embedding. Raises InvalidRequestError for a task without id or prompt, or an unknown type of pooling."""
+    pooling = pooling_from_proto(message)
     return task_from_proto(message.task, pooling=pooling)
+
+
+def pooling_from_proto(message: pb.EmbedLegRequest | inference.EmbedRequest) -> PoolingParams:
+    """Translate pooling parameters. Raises InvalidRequestError for an unknown type."""
+    pooling = PoolingParams(
+        cast(PoolingType | None, message.pooling_type or None),
+        message.normalize if message.HasField("normalize") else True,
+    )
+    pooling.check()
+    return pooling
 
 
 def hand_off_to_proto(order: HandOff, deadline_seconds: float) -> pb.HandOffRequest:
@@ -143,9 +166,8 @@ def cancel_from_proto(message: pb.CancelRequest) -> tuple[str, int, int | None]:
 def task_to_proto(request: EngineRequest, into: pb.Task | None = None) -> pb.Task:
     """Translate a request.
 
-    The leg's own message contains the transfer. An embedding's task has no sampling, and its pooling is not sent either,
-    since the worker reads it from its model's folder. ``client_index``, ``arrival_time``, ``lora_request`` and
-    ``multi_modal_inputs`` are not part of the protocol.
+    The leg's own message contains the transfer, or the pooling of an embedding, whose task has no sampling.
+    ``client_index``, ``arrival_time``, ``lora_request`` and ``multi_modal_inputs`` are not part of the protocol.
     """
     # To assign a message to a field copies it, with a whole prompt.
     task = pb.Task() if into is None else into

@@ -22,7 +22,8 @@ class RequestState:
     num_tokens: tokens so far, prompt and sampled. num_computed_tokens: those whose KV is in ``block_ids`` before the next
     step. num_choices: the number of tokens to sample behind the prompt, the first for this request itself. row: its row in
     the tables, None while others need all rows; ``parked_tokens`` then keeps its tokens. pooling: no token is sampled.
-    hidden_sum: float64 ``[hidden_size]``, the sum of the computed tokens' states if their mean is requested.
+    pooled_states: float64 ``[hidden_size]``, the sum of the computed tokens' states if their mean is requested, or their
+    largest values if the maximum is.
     """
 
     req_id: str
@@ -34,13 +35,13 @@ class RequestState:
     block_ids: list[int]
     num_choices: int = 1
     pooling: PoolingParams | None = None
-    hidden_sum: NDArray[np.float64] | None = None
+    pooled_states: NDArray[np.float64] | None = None
     row: int | None = None
     parked_tokens: list[int] = field(default_factory=list)
 
     def num_wanted(self, num_scheduled: int) -> int:
         """Return the number of the step's last tokens whose final state is read: all, one, or none."""
-        if self.sampling.prompt_logprobs is not None or (self.pooling and self.pooling.kind == "mean"):
+        if self.sampling.prompt_logprobs is not None or (self.pooling and self.pooling.is_over_all_tokens):
             return num_scheduled
         return int(self.num_computed_tokens + num_scheduled >= self.num_tokens)
 

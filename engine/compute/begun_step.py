@@ -1,8 +1,8 @@
 """A step of one rank, from its launch to its tokens, which are the same on every rank, and to its embeddings.
 
 An embedding is the final hidden states of a prompt as one vector. ``last`` needs only the state of the prompt's last token,
-so the others may come from the prefix cache. ``mean`` needs all of them: the scheduler computes every token, and the sum is
-carried from chunk to chunk in float64.
+so the others may come from the prefix cache. ``mean`` and ``max`` need all of them: the scheduler computes every token, and
+the sum, or the largest values so far, are carried from chunk to chunk in float64.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def pool(
     """Write the embeddings that a step has finished into ``output``; skip requests that do not pool.
 
     states: ``[num_tokens, hidden_size]`` of the step, after the final norm. A vector with NaN or infinity is left out and
-    counted in ``num_nans_in_logits``. Raises InternalError if a mean would miss tokens.
+    counted in ``num_nans_in_logits``. Raises InternalError if a mean or a maximum would miss tokens.
     """
     if all(request.pooling is None for request in requests):
         return
@@ -105,30 +105,35 @@ def pool(
             continue
         start, end = inputs.query_start_loc[index : index + 2]
         is_last_chunk = int(inputs.seq_lens[index]) >= request.num_tokens
-        if request.pooling.kind == "mean":
+        if request.pooling.is_over_all_tokens:
             _add(request, states[start:end], int(inputs.num_computed_tokens[index]))
         if is_last_chunk:
             _note(request, index, states[end - 1], output)
 
 
 def _add(request: RequestState, states: Tensor, num_computed: int) -> None:
-    """Add a chunk to the sum; a chunk from the prompt's start, also after a preemption, begins a new one."""
-    if num_computed == 0:
-        request.hidden_sum = None
-    elif request.hidden_sum is None:
-        raise InternalError(f"request {request.req_id!r}: the mean misses its first {num_computed} tokens")
-    chunk: NDArray[np.float64] = states.sum(dim=0, dtype=torch.float64).cpu().numpy()
-    request.hidden_sum = chunk if request.hidden_sum is None else request.hidden_sum + chunk
+    """Add a chunk to what is pooled; a chunk from the prompt's start, also after a preemption, begins anew."""
+    assert request.pooling is not None
+    kind, before = request.pooling.pooling_type, request.pooled_states
+    if num_computed and before is None:
+        raise InternalError(f"request {request.req_id!r}: the {kind} misses its first {num_computed} tokens")
+    is_max = kind == "max"
+    chunk = states.amax(dim=0).double() if is_max else states.sum(dim=0, dtype=torch.float64)
+    found: NDArray[np.float64] = chunk.cpu().numpy()
+    if num_computed and before is not None:
+        found = np.maximum(before, found) if is_max else before + found
+    request.pooled_states = found
 
 
 def _note(request: RequestState, index: int, last: Tensor, output: ModelRunnerOutput) -> None:
-    """Write the mean, or the ``last`` token's state if none was summed."""
+    """Write the embedding; ``last`` is the state of the last token."""
+    assert request.pooling is not None
     vector: NDArray[np.float64]
-    if request.hidden_sum is not None:
-        vector = request.hidden_sum / request.num_tokens
-    else:
+    if request.pooled_states is None:
         vector = last.to(torch.float64).cpu().numpy()
-    if request.pooling and request.pooling.normalize:
+    else:
+        vector = request.pooled_states / (request.num_tokens if request.pooling.pooling_type == "mean" else 1)
+    if request.pooling.normalize:
         vector = vector / max(float(np.linalg.norm(vector)), _LEAST_NORM)
     numbers = vector.astype(np.float32)
     if num_bad := int(numbers.size - np.isfinite(numbers).sum()):

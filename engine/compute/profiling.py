@@ -75,7 +75,7 @@ def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int, max_length: int
         req_id=_WARM_UP_ID,
         prompt_token_ids=[0] * num_tokens,
         sampling_params=SamplingParams() if model.has_head else None,
-        pooling_params=None if model.has_head else PoolingParams(),
+        pooling_params=None if model.has_head else PoolingParams("last"),
         block_ids=([0],),
         num_computed_tokens=0,
         num_prompt_tokens=num_tokens,

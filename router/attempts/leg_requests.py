@@ -11,7 +11,7 @@ from msgspec import structs
 
 from contract.errors import ErrorKind, KvbatonError, WorkerLostError, error_from_kind
 from contract.outputs import EngineOutput, FinishReason
-from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from router.attempts.attempt_legs import Leg
 from router.intake.prepared_request import PreparedRequest
 from router.routing.legs import Result, Transfer
@@ -68,7 +68,7 @@ def leg_request(
         tenant=request.tenant,
         deadline_seconds=max(_MIN_DEADLINE_SECONDS, request.deadline - time.monotonic()),
         transfer=transfer,
-        pooling_params=PoolingParams() if leg.kind.result is Result.EMBEDDING else None,
+        pooling_params=request.pooling if leg.kind.result is Result.EMBEDDING else None,
     )
 
 

@@ -18,6 +18,7 @@ from router.answers.answer import Delta
 from router.intake.limits import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_STOPS
 from router.intake.request import EmbeddingRequest, GenerationRequest, for_prompts
 from router.tokens.delivery import Token
+from wire.legs import pooling_from_proto
 
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -174,6 +175,7 @@ def embedding_requests(
         prompt=first,
         model=request.model or None,
         dimensions=request.dimensions or None,
+        pooling=pooling_from_proto(request),
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=tenant,

@@ -4,11 +4,13 @@ import base64
 import struct
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 from aiohttp import web
 
 from contract.errors import InvalidRequestError
+from contract.requests import PoolingParams, PoolingType
 from router.answers.answer import Delta
 from router.http.answer_writer import json_bytes, server_timing
 from router.http.bodies.body import Body, Json
@@ -68,6 +70,9 @@ class EmbeddingParser:
             prompt=first,
             model=body.string("model"),
             dimensions=body.integer("dimensions"),
+            pooling=PoolingParams(
+                cast(PoolingType | None, body.string("pooling_type")), body.flag("normalize", default=True)
+            ),
             priority=body.integer("priority") or 0,
             cache_salt=body.string("cache_salt") or "",
             tenant=origin.tenant,

@@ -4,7 +4,7 @@ import msgspec
 from msgspec import structs
 
 from contract.errors import ContextLengthError, InvalidRequestError
-from contract.requests import EngineRequest, check_token_ids
+from contract.requests import EngineRequest, PoolingParams, check_token_ids
 from contract.sampling import SamplingParams
 from router.intake.request import EmbeddingRequest, GenerationRequest
 from router.routing.legs import EMBEDDING, GENERATION, RequestPlan
@@ -26,6 +26,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     fills_model: the answer may be as long as the model allows. chat: the conversation that the prompt was rendered from;
     None for a text. choice: which answer to the prompt it is; ``sampling`` has that one's seed. deadline: when it ends with
     an error at the latest, on the router's monotonic clock. vocab_size: the token ids of an answer are below it.
+    pooling: read for an embedding only.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopAutomaton = NO_STOPS
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 2**32
+    pooling: PoolingParams = PoolingParams()
     chat: Chat | None = None
     choice: int = 0
     include_stop_str_in_output: bool = False
@@ -119,8 +121,9 @@ def prepare_embedding(
     max_model_len: int,
     timeout_seconds: float,
 ) -> PreparedRequest:
-    """Check a request for an embedding. Raises InvalidRequestError about ``input``, ``dimensions`` or ``priority``."""
+    """Check a request for an embedding. Raises InvalidRequestError that names the field at fault."""
     _check_priority(request.priority)
+    request.pooling.check()
     if request.dimensions is not None and request.dimensions != card.hidden_size:
         own = "its own number only" if card.hidden_size is None else f"{card.hidden_size} only"
         raise InvalidRequestError(
@@ -136,7 +139,8 @@ def prepare_embedding(
     if not prompt_ids:
         raise InvalidRequestError("an input is empty; it needs at least one token", param="input")
     check_token_ids(prompt_ids, card.vocab_size, param="input")
-    return structs.replace(_base_request(request, prompt_ids, timeout_seconds), plan=EMBEDDING)
+    base = _base_request(request, prompt_ids, timeout_seconds)
+    return structs.replace(base, plan=EMBEDDING, pooling=request.pooling)
 
 
 def _base_request(

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import structs
 
 from contract.errors import InvalidRequestError
-from contract.requests import MAX_CHOICES
+from contract.requests import MAX_CHOICES, PoolingParams
 from contract.sampling import RequestedSampling
 from text.chat import Chat
 from text.length_bound import check_length_fits, check_text_fits
@@ -62,13 +62,15 @@ class GenerationRequest(RequestedSampling, frozen=True, kw_only=True):
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for the embedding of a prompt, as the client sent it.
 
-    dimensions: how many numbers the embedding must have; None: not given. The other fields are those of GenerationRequest.
+    dimensions: how many numbers the embedding must have; None: not given. pooling: how the prompt's hidden states become
+    one vector. The other fields are those of GenerationRequest.
     """
 
     request_id: str
     prompt: str | tuple[int, ...]
     model: str | None = None
     dimensions: int | None = None
+    pooling: PoolingParams = PoolingParams()
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""

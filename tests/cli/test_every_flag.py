@@ -145,7 +145,7 @@ def outcome(command: str, words: Sequence[str], usual: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("command", [*COMMANDS, *ACTIONS])
 def test_each_flag_may_have_underscores(command: str) -> None:
-    """For any of its dashes; a value keeps its own, and an error repeats the flag as it was written."""
+    """A42: for any of its dashes; a value keeps its own, and an error repeats the flag as it was written."""
     draw = Random(command)
     mixed = list(spelled(command, lambda: draw.random() < 0.7))
     for (words, usual), (as_usual, _) in zip(mixed, spelled(command, lambda: False), strict=True):

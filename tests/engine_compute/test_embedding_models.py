@@ -35,7 +35,7 @@ def reference(folder: Path, kind: str) -> Any:
 def check_embeddings(folder: Path, driver: Driver) -> None:
     try:
         for pooling in (PoolingParams("last"), PoolingParams("mean")):
-            exact = reference(folder, pooling.kind)
+            exact = reference(folder, pooling.pooling_type or "")
             for chunk in (1000, 7):
                 found = embed(driver, PROMPT, pooling, chunk)
                 np.testing.assert_allclose(found, exact, rtol=2e-4, atol=2e-5)
@@ -126,7 +126,10 @@ def test_generation_is_rejected(tmp_path: Path) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=2)
         core.add_request(EngineRequest(request_id="answer", prompt_token_ids=PROMPT, sampling=sampling))
         embedding = EngineRequest(
-            request_id="embedding", prompt_token_ids=PROMPT, sampling=sampling, pooling_params=PoolingParams()
+            request_id="embedding",
+            prompt_token_ids=PROMPT,
+            sampling=sampling,
+            pooling_params=PoolingParams("last"),
         )
         core.add_request(embedding)
         outputs_by_id = {output.request_id: output for outputs in core.step().values() for output in outputs}

@@ -70,11 +70,12 @@ def test_only_states_that_are_needed_are_requested() -> None:
         "scored": {"sampling_params": SamplingParams(prompt_logprobs=0)},
         "last": {"sampling_params": None, "pooling_params": PoolingParams("last")},
         "mean": {"sampling_params": None, "pooling_params": PoolingParams("mean")},
+        "max": {"sampling_params": None, "pooling_params": PoolingParams("max")},
     }.items():
         prompts.scheduled_new_reqs.append(replace(new_request(name, [5, 6, 7, 8], [1, 2]), **fields))  # type: ignore[arg-type]
         prompts.num_scheduled_tokens[name] = 3
     batch.update(prompts)
-    assert prepare_inputs(batch, prompts).num_wanted.tolist() == [3, 0, 3]
+    assert prepare_inputs(batch, prompts).num_wanted.tolist() == [3, 0, 3, 3]
 
 
 def test_vector_lengths_match_token_request_and_system_level() -> None:

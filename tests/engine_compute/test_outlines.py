@@ -118,7 +118,7 @@ def test_each_request_gets_its_own_sampled_tokens() -> None:
         ("bad", 2, SamplingParams(temperature=0.0)),
         ("one", 2, SamplingParams(temperature=0.0)),
     ]:
-        pooling = None if sampling else PoolingParams()
+        pooling = None if sampling else PoolingParams("last")
         num_choices = 3 if name == "three" else 1
         scheduled.scheduled_new_reqs.append(
             NewRequestData(

@@ -17,8 +17,8 @@ from tests.engine_parallel.driver import RanksDriver
 
 PROMPT = [(37 * i + 11) % 256 for i in range(29)]
 SHORT = [3, 1, 4]
-Kind = Literal["last", "mean"]
-KINDS: tuple[Kind, Kind] = ("last", "mean")
+Kind = Literal["last", "mean", "max"]
+KINDS: tuple[Kind, ...] = ("last", "mean", "max")
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
@@ -36,7 +36,9 @@ def driver(request: pytest.FixtureRequest, folder: Path) -> Iterator[Driver]:
 def expected(folder: Path, prompt: list[int], pooling: PoolingParams) -> Any:
     with torch.no_grad():
         states = load_reference(folder).model(torch.tensor([prompt])).last_hidden_state[0].double().numpy()
-    vector = states[-1] if pooling.kind == "last" else states.mean(axis=0)
+    vector = {"last": states[-1], "mean": states.mean(axis=0), "max": states.max(axis=0)}[
+        pooling.pooling_type or ""
+    ]
     return vector / np.linalg.norm(vector) if pooling.normalize else vector
 
 
@@ -62,6 +64,7 @@ def embed(driver: Driver, prompt: list[int], pooling: PoolingParams, chunk: int 
 def test_equals_transformers_whole_and_in_chunks(
     driver: Driver, folder: Path, kind: Kind, normalize: bool
 ) -> None:
+    """A41."""
     pooling = PoolingParams(kind, normalize)
     for prompt in (PROMPT, SHORT):
         exact = expected(folder, prompt, pooling)
@@ -72,16 +75,20 @@ def test_equals_transformers_whole_and_in_chunks(
 
 
 def test_beside_requests_that_sample(driver: Driver, folder: Path) -> None:
-    """One batch: two embeddings of different kinds, one of them in chunks, and an answer that is decoded."""
+    """A41: one batch: embeddings of each kind, two of them in chunks, and an answer that is decoded."""
     answer = reference_greedy(load_reference(folder), SHORT, 4)
-    last, mean = PoolingParams("last"), PoolingParams("mean")
+    last, mean, most = (PoolingParams(kind) for kind in KINDS)
     driver.add("g", SHORT)
     driver.add("last", PROMPT, pooling=last)
     driver.add("mean", PROMPT, pooling=mean)
-    first = driver.step({"mean": 10, "g": len(SHORT), "last": len(PROMPT)})
-    assert [first.pooler_output[first.req_id_to_index[name]] for name in ("mean", "g")] == [None, None]
+    driver.add("max", PROMPT, pooling=most)
+    first = driver.step({"mean": 10, "g": len(SHORT), "last": len(PROMPT), "max": 17})
+    unfinished = [first.pooler_output[first.req_id_to_index[name]] for name in ("mean", "g", "max")]
+    assert unfinished == [None, None, None]
     np.testing.assert_allclose(pooled(first, "last"), expected(folder, PROMPT, last), rtol=2e-4, atol=2e-5)
-    second = driver.step({"g": 1, "mean": len(PROMPT) - 10}, finished={"last"})
+    rest = {"g": 1, "mean": len(PROMPT) - 10, "max": len(PROMPT) - 17}
+    second = driver.step(rest, finished={"last"})
+    np.testing.assert_allclose(pooled(second, "max"), expected(folder, PROMPT, most), rtol=2e-4, atol=2e-5)
     np.testing.assert_allclose(pooled(second, "mean"), expected(folder, PROMPT, mean), rtol=2e-4, atol=2e-5)
     for _ in range(2):
         assert driver.step({"g": 1}).pooler_output == []
@@ -101,19 +108,20 @@ def resume(driver: Driver, name: str, num_computed: int) -> SchedulerOutput:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_preempted_in_the_middle(driver: Driver, folder: Path, kind: Kind) -> None:
-    """A mean starts again from zero; the last token may use KV that another request has left."""
+    """A mean or a maximum starts again from nothing; the last token may use KV that another request has left."""
     pooling = PoolingParams(kind)
     driver.add("done", PROMPT)
     driver.add("e", PROMPT, pooling=pooling)
     driver.step({"done": len(PROMPT), "e": 13})
-    again = resume(driver, "e", 0 if kind == "mean" else 20)
+    again = resume(driver, "e", 20 if kind == "last" else 0)
     output = driver.executor.execute_model(again)
     np.testing.assert_allclose(pooled(output, "e"), expected(folder, PROMPT, pooling), rtol=2e-4, atol=2e-5)
 
 
-def test_a_mean_over_a_part_of_the_prompt_is_rejected(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["mean", "max"])
+def test_a_part_of_the_prompt_is_rejected(folder: Path, kind: Kind) -> None:
     driver = Driver(folder)
-    driver.add("e", PROMPT, pooling=PoolingParams("mean"), num_computed=4, blocks=[1])
+    driver.add("e", PROMPT, pooling=PoolingParams(kind), num_computed=4, blocks=[1])
     with pytest.raises(InternalError, match="misses its first 4 tokens"):
         driver.step({"e": len(PROMPT) - 4})
     driver.executor.shutdown()

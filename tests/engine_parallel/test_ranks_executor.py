@@ -116,14 +116,20 @@ def test_a_call_reaches_all_ranks_and_results_are_in_rank_order(ranks: RanksExec
 def test_an_embedding_is_pooled_by_the_first_rank(ranks: RanksExecutor, model: Path) -> None:
     """Pooling parameters and embeddings are sent between processes."""
     step = prompt_step()
-    for pooling in (PoolingParams("last"), PoolingParams("mean", normalize=False)):
+    for pooling in (
+        PoolingParams("last"),
+        PoolingParams("mean", normalize=False),
+        PoolingParams("max", normalize=False),
+    ):
         new = replace(step.scheduled_new_reqs[0], sampling_params=None, pooling_params=pooling)
         output = ranks.execute_model(replace(step, scheduled_new_reqs=[new], finished_req_ids={"a"}))
         assert output.sampled_token_ids == [[]]
         with torch.no_grad():
             states = load_reference(model).model(torch.tensor([new.prompt_token_ids])).last_hidden_state[0]
         last = torch.nn.functional.normalize(states[-1], dim=0)
-        exact = last if pooling.kind == "last" else states.mean(dim=0)
+        exact = {"last": last, "mean": states.mean(dim=0), "max": states.amax(dim=0)}[
+            pooling.pooling_type or ""
+        ]
         torch.testing.assert_close(torch.tensor(output.pooler_output[0]), exact, rtol=1e-3, atol=1e-4)
 
 

@@ -31,7 +31,7 @@ def test_a_refused_request_is_ignored_and_not_aborted() -> None:
         (None, fake_request("a", [1] * POOL_LENGTH, num_choices=3)),
         (None, fake_request("a", [1] * POOL_LENGTH, transfer=SEND)),
         (None, fake_request("a", [1] * POOL_LENGTH, transfer=RECEIVE)),
-        (None, fake_request("a", [1] * (POOL_LENGTH + 1), pooling_params=PoolingParams())),
+        (None, fake_request("a", [1] * (POOL_LENGTH + 1), pooling_params=PoolingParams("last"))),
     ],
     ids=["length", "pool", "choices", "prefill leg", "decode leg", "embedding"],
 )

@@ -15,7 +15,7 @@ from tests.fakes.engine.fakes import (
     fake_embedding,
 )
 
-LAST, MEAN = PoolingParams("last"), PoolingParams("mean")
+LAST, MEAN, MAX = PoolingParams("last"), PoolingParams("mean"), PoolingParams("max")
 LONG = list(range(100, 170))
 
 
@@ -23,14 +23,14 @@ def embedding_request(name: str, prompt: list[int], pooling: PoolingParams = LAS
     return fake_request(name, prompt, pooling_params=pooling)
 
 
-@pytest.mark.parametrize("pooling", [LAST, MEAN])
+@pytest.mark.parametrize("pooling", [LAST, MEAN, MAX])
 @pytest.mark.parametrize("prompt", [PROMPT, LONG, [7], list(range(32))])
 def test_a_prompt_becomes_an_embedding_and_no_token(pooling: PoolingParams, prompt: list[int]) -> None:
     engine = SteppedEngine()
     engine.add(embedding_request("e", prompt, pooling))
     engine.run()
     (output,) = engine.outputs["e#0.0"]
-    assert output.pooled == fake_embedding(prompt, pooling.kind)
+    assert output.pooled == fake_embedding(prompt, pooling.pooling_type)
     assert (output.token_ids, output.finish_reason, output.is_leg_finished) == ([], FinishReason.STOP, True)
     assert (output.num_cached_tokens, output.timings is not None) == (0, True)
     assert engine.executor.runner.num_forward_passes == -(-len(prompt) // 32)
@@ -38,17 +38,20 @@ def test_a_prompt_becomes_an_embedding_and_no_token(pooling: PoolingParams, prom
     assert engine.pool.usage == 0
 
 
-def test_the_last_token_uses_the_cache_and_the_mean_does_not() -> None:
-    """Both fill it."""
-    for first in (LAST, MEAN):
+def test_the_last_token_uses_the_cache_and_what_is_over_all_tokens_does_not() -> None:
+    """A41: all fill it."""
+    for first in (LAST, MEAN, MAX):
         engine = SteppedEngine()
         engine.add(embedding_request("first", LONG, first))
         engine.run()
         engine.add(embedding_request("last", LONG, LAST))
         engine.add(embedding_request("mean", LONG, MEAN))
+        engine.add(embedding_request("max", LONG, MAX))
         engine.add(fake_request("g", LONG))
         engine.run()
-        assert [engine.end(f"{name}#0.0").num_cached_tokens for name in ("last", "mean")] == [68, 0]
+        cached = [engine.end(f"{name}#0.0").num_cached_tokens for name in ("last", "mean", "max")]
+        assert cached == [68, 0, 0]
+        assert engine.end("max#0.0").pooled == fake_embedding(LONG, "max")
         assert engine.end("last#0.0").pooled == fake_embedding(LONG)
         assert engine.end("mean#0.0").pooled == fake_embedding(LONG, "mean")
         assert engine.outputs["g#0.0"][0].num_cached_tokens == 68
@@ -83,7 +86,7 @@ def test_it_waits_for_blocks_that_are_lent() -> None:
     assert engine.end("e#0.0").pooled == fake_embedding(LONG[30:60], "mean")
 
 
-@pytest.mark.parametrize("pooling", [LAST, MEAN])
+@pytest.mark.parametrize("pooling", [LAST, MEAN, MAX])
 def test_a_short_pool_preempts_it_and_the_embedding_does_not_change(pooling: PoolingParams) -> None:
     """19 usable blocks of 4: the answer grows while the embedding's long prompt is computed in small chunks."""
     engine = SteppedEngine(kv_cache_bytes=20, max_num_batched_tokens=4)
@@ -92,12 +95,12 @@ def test_a_short_pool_preempts_it_and_the_embedding_does_not_change(pooling: Poo
     engine.add(embedding_request("e", LONG[:30], pooling))
     engine.add(fake_request("h", PROMPT[::-1], 20))
     engine.run()
-    assert engine.end("e#0.0").pooled == fake_embedding(LONG[:30], pooling.kind)
+    assert engine.end("e#0.0").pooled == fake_embedding(LONG[:30], pooling.pooling_type)
     assert engine.tokens("g#0.0") == fake_answer(PROMPT, 40)
     assert engine.tokens("h#0.0") == fake_answer(PROMPT[::-1], 20)
 
 
-@pytest.mark.parametrize("pooling", [LAST, MEAN])
+@pytest.mark.parametrize("pooling", [LAST, MEAN, MAX])
 def test_preempted_between_two_chunks(pooling: PoolingParams) -> None:
     """An answer that came first grows into the blocks that the embedding has begun to fill."""
     engine = SteppedEngine(kv_cache_bytes=13, max_num_batched_tokens=3)
@@ -106,7 +109,7 @@ def test_preempted_between_two_chunks(pooling: PoolingParams) -> None:
     engine.add(embedding_request("e", LONG[:32], pooling))
     engine.run()
     assert engine.scheduler.totals.num_preemptions > 0
-    assert engine.end("e#0.0").pooled == fake_embedding(LONG[:32], pooling.kind)
+    assert engine.end("e#0.0").pooled == fake_embedding(LONG[:32], pooling.pooling_type)
     assert engine.tokens("g#0.0") == fake_answer(PROMPT, 30)
 
 
@@ -163,12 +166,15 @@ def test_no_more_than_max_num_seqs_run() -> None:
 def test_what_cannot_be_an_embedding_is_refused() -> None:
     embedding_request("e", PROMPT).check(FAKE_VOCAB_SIZE)
     bad: list[dict[str, object]] = [
-        {"pooling_params": PoolingParams("cls")},  # type: ignore[arg-type]
         {"num_choices": 2},
         {"choice": 1},
         {"transfer": SendTransfer("t")},
         {"first_index": 1},
     ]
+    for params in (PoolingParams("cls"), PoolingParams()):  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError) as caught:
+            embedding_request("e", PROMPT, params).check(FAKE_VOCAB_SIZE)
+        assert caught.value.param == "pooling_type"
     for fields in bad:
         request = fake_request("e", PROMPT, **{"pooling_params": LAST, **fields})  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError) as caught:

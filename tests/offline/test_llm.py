@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from contract.errors import InvalidRequestError, SettingError, UnavailableError
-from kvbaton import LLM, RequestOutput, SamplingParams
+from kvbaton import LLM, PoolingParams, RequestOutput, SamplingParams
 from launch.model import find_model
 from tests.checkpoints import load_reference, make_checkpoint, write_modules
 from tests.offline import programs
@@ -115,6 +115,7 @@ def test_embeddings_are_those_of_transformers() -> None:
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_an_embedding_model_gives_means_where_it_says_so_and_no_answers(tmp_path: Path) -> None:
+    """A41: each request may ask for another kind of pooling."""
     folder = make_checkpoint(tmp_path / "model", "qwen3", seed=3, is_bare=True)
     write_modules(folder, "mean_tokens", "Normalize")
     prompt = [(37 * i + 11) % 256 for i in range(70)]
@@ -122,9 +123,18 @@ def test_an_embedding_model_gives_means_where_it_says_so_and_no_answers(tmp_path
         first, again = llm.embed(prompt), llm.embed(prompt)
         with pytest.raises(InvalidRequestError, match="embeddings only"):
             llm.generate(prompt)
+        params = [PoolingParams("max", normalize=False), PoolingParams("last"), PoolingParams()]
+        kinds = [output.outputs.embedding for output in llm.embed([prompt] * 3, params)]
+        wrong: list[Any] = [PoolingParams("cls"), "max", params[:2]]  # type: ignore[arg-type]
+        for each in wrong:
+            with pytest.raises(InvalidRequestError, match="pooling_"):
+                llm.embed([prompt] * 3, each)
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     states = model(torch.tensor([prompt])).last_hidden_state[0].detach()
     wanted = torch.nn.functional.normalize(states.mean(dim=0), dim=0)
+    exact = [states.amax(dim=0), torch.nn.functional.normalize(states[-1], dim=0), wanted]
+    for embedding, one in zip(kinds, exact, strict=True):
+        torch.testing.assert_close(torch.tensor(embedding), one, rtol=1e-3, atol=1e-4)
     for (output,) in (first, again):
         assert output.num_cached_tokens == 0
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted, rtol=1e-3, atol=1e-4)

@@ -25,13 +25,20 @@ async def test_an_order_to_prefill_becomes_a_request_that_sends_its_kv(tmp_path:
         await read(pb.PrefillRequest(task=task()), tmp_path)
 
 
-async def test_an_order_to_embed_is_pooled_as_the_models_folder_asks(tmp_path: Path) -> None:
+async def test_an_order_to_embed_is_pooled_as_it_asks_or_else_as_the_models_folder(tmp_path: Path) -> None:
+    """A41."""
     read = RULES.calls[LegCall.EMBED]
     assert (await read(pb.EmbedLegRequest(task=task()), tmp_path)).pooling_params == PoolingParams("last")
     config = tmp_path / "1_Pooling" / "config.json"
     config.parent.mkdir()
     config.write_text('{"pooling_mode_mean_tokens": true}')
     assert (await read(pb.EmbedLegRequest(task=task()), tmp_path)).pooling_params == PoolingParams("mean")
+    for kind in ("last", "max"):
+        for normalize in (True, False):
+            order = pb.EmbedLegRequest(task=task(), pooling_type=kind, normalize=normalize)
+            assert (await read(order, tmp_path)).pooling_params == PoolingParams(kind, normalize)
+    with pytest.raises(InvalidRequestError, match="pooling_type is 'cls'"):
+        await read(pb.EmbedLegRequest(task=task(), pooling_type="cls"), tmp_path)
     config.write_text('{"pooling_mode_cls_token": true}')
     with pytest.raises(UnsupportedFieldError, match="cls_token"):
         await read(pb.EmbedLegRequest(task=task()), tmp_path)

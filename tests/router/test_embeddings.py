@@ -79,6 +79,31 @@ async def test_the_response_is_openais() -> None:
         assert (task.priority, task.cache_salt) == (3, "s")
 
 
+async def test_the_pooling_of_a_request_goes_to_its_worker() -> None:
+    """A41: over HTTP and gRPC; without one the worker reads the model's folder."""
+    async with running_cluster(by_length) as cluster, cluster.channel() as channel:
+        stub = cluster.inference(channel)
+        await embeddings(cluster, "a")
+        await embeddings(cluster, "a", pooling_type="max", normalize=False)
+        await embeddings(cluster, ["a", "b"], pooling_type="mean")
+        prompt = inference.EmbedInput(text="a")
+        await stub.Embed(
+            inference.EmbedRequest(inputs=[prompt], pooling_type="max", normalize=False), timeout=20
+        )
+        await stub.Embed(inference.EmbedRequest(inputs=[prompt]), timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError, match="pooling_type is 'cls'"):
+            await stub.Embed(inference.EmbedRequest(inputs=[prompt], pooling_type="cls"), timeout=20)
+        orders = cluster.workers["prefill-0"].received.embeds
+        assert [(order.pooling_type, order.normalize) for order in orders] == [
+            ("", True),
+            ("max", False),
+            ("mean", True),
+            ("mean", True),
+            ("max", False),
+            ("", True),
+        ]
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "input"),
     ({"input": ""}, "input"),
@@ -96,6 +121,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "dimensions": 3}, "dimensions"),
     ({"input": "a", "dimensions": "four"}, "dimensions"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    ({"input": "a", "pooling_type": "cls"}, "pooling_type"),
+    ({"input": "a", "pooling_type": 3}, "pooling_type"),
+    ({"input": "a", "normalize": "yes"}, "normalize"),
     ({"input": "a", "encoding_format": 8}, "encoding_format"),
     ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ({"input": "a", "user": 7}, "user"),

@@ -212,7 +212,10 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
     (request(SendTransfer("t")), pb.PrefillRequest(task=task(), transfer_id="t")),
     (SOURCE, SOURCE_MESSAGE),
     (request(SOURCE), pb.DecodeRequest(task=task(), source=SOURCE_MESSAGE)),
-    (request(pooling=PoolingParams()), pb.EmbedLegRequest(task=task(sampling=None))),
+    (
+        request(pooling=PoolingParams("max", normalize=False)),
+        pb.EmbedLegRequest(task=task(sampling=None), pooling_type="max", normalize=False),
+    ),
     (("r", 1, 2), pb.CancelRequest(request_id="r", attempt=1, choice=2)),
     (("config.json", b"{}"), pb.ModelFile(name="config.json", data=b"{}")),
     (Registration(**REGISTERED, kv_layout=LAYOUT), pb.Registration(**REGISTERED, kv_layout=LAYOUT_MESSAGE)),

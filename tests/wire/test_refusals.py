@@ -61,7 +61,7 @@ def test_a_task_without_id_or_prompt_is_refused(bad: pb.Task) -> None:
         lambda: task_from_proto(bad),
         lambda: prefill_from_proto(pb.PrefillRequest(task=bad, transfer_id="t")),
         lambda: decode_from_proto(pb.DecodeRequest(task=bad)),
-        lambda: embed_from_proto(pb.EmbedLegRequest(task=bad), PoolingParams()),
+        lambda: embed_from_proto(pb.EmbedLegRequest(task=bad)),
     ]
     for read in reads:
         with pytest.raises(InvalidRequestError, match="a task needs a request id and a prompt"):
@@ -115,8 +115,8 @@ def test_an_embeddings_sampling_is_neither_sent_nor_read() -> None:
         request_id="r", prompt_token_ids=[5], sampling=SamplingParams(top_k=3), pooling_params=pooling
     )
     assert not embed_to_proto(asked).task.HasField("sampling")
-    hostile = pb.EmbedLegRequest(task=task(grammar=pb.Grammar(kind="xml")))
-    told = embed_from_proto(hostile, pooling)
+    hostile = pb.EmbedLegRequest(task=task(grammar=pb.Grammar(kind="xml")), pooling_type="mean")
+    told = embed_from_proto(hostile)
     assert (told.sampling, told.pooling_params) == (SamplingParams(), pooling)
 
 

@@ -65,9 +65,7 @@ def _read_step(message: pb.StepOutput) -> tuple[list[EngineOutput], Load | None]
 
 def _embed_codec(pooling: PoolingParams) -> Codec:
     objects = strategies.requests(st.none(), pooling)
-    return Codec(
-        pb.EmbedLegRequest, objects, embed_to_proto, lambda message: embed_from_proto(message, pooling)
-    )
+    return Codec(pb.EmbedLegRequest, objects, embed_to_proto, embed_from_proto)
 
 
 def _membership_codec(
@@ -83,7 +81,8 @@ CODECS = (
     Codec(pb.PrefillRequest, strategies.prefills, prefill_to_proto, prefill_from_proto),
     Codec(pb.TransferSource, strategies.receive_transfers, source_to_proto, source_from_proto),
     Codec(pb.DecodeRequest, strategies.decodes, decode_to_proto, decode_from_proto),
-    _embed_codec(PoolingParams("last", normalize=True)),
+    _embed_codec(PoolingParams()),
+    _embed_codec(PoolingParams("max", normalize=True)),
     _embed_codec(PoolingParams("mean", normalize=False)),
     Codec(pb.HandOffRequest, strategies.hand_offs, lambda it: hand_off_to_proto(*it), hand_off_from_proto),
     Codec(pb.CancelRequest, strategies.cancels, lambda it: cancel_to_proto(*it), cancel_from_proto),

@@ -22,6 +22,8 @@ class EmbedOptions(TypedDict, total=False):
     """Options of embeddings, with the names of ``EmbedRequest``."""
 
     dimensions: int
+    pooling_type: str
+    normalize: bool
     model: str
     request_id: str
     priority: int

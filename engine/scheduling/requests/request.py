@@ -214,10 +214,10 @@ class Request:
     def reusable_hashes(self) -> list[BlockHash]:
         """Hashes of blocks that may come from the cache.
 
-        Empty if every token of the prompt is needed: for its log probability, or for its part of a mean.
+        Empty if every token of the prompt is needed: for its log probability, or for its part of an embedding.
         """
-        is_mean = self.engine_request.pooling_params and self.engine_request.pooling_params.kind == "mean"
-        if self.prompt_logprobs.are_missing or is_mean:
+        pooling = self.engine_request.pooling_params
+        if self.prompt_logprobs.are_missing or (pooling and pooling.is_over_all_tokens):
             return []
         # Without the newest token: it is computed even if its block is cached, for its logits.
         return self.block_hashes[: (self.num_tokens - 1) // self.block_size]

@@ -1,5 +1,6 @@
 """The bodies of /v1/completions and /v1/embeddings, which have prompts."""
 
+from contract.requests import POOLING_TYPES
 from router.http.bodies.body import Json
 from router.http.schema.generation import GENERATION, IGNORED
 from router.http.schema.notation import INT31, MODEL, TOKEN_ID, described, field, numbers
@@ -43,6 +44,11 @@ EMBEDDING = described(
             "description": "base64 encodes float32 values. Default: float.",
         },
         "dimensions": field("integer", "Must be the model's own number of dimensions.", **numbers(1, INT31)),
+        "pooling_type": {
+            "enum": [*POOLING_TYPES, None],
+            "description": "The hidden states that become the vector. Default: as the model asks.",
+        },
+        "normalize": field("boolean", "Scale the vector to length 1. Default: true."),
         "priority": GENERATION["priority"],
         "cache_salt": GENERATION["cache_salt"],
         "truncate_prompt_tokens": GENERATION["truncate_prompt_tokens"],

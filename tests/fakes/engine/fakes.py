@@ -66,11 +66,14 @@ def fake_answer(prompt_token_ids: Sequence[int], num_tokens: int, choice: int = 
     return known[len(prompt_token_ids) :]
 
 
-def fake_embedding(token_ids: Sequence[int], kind: str = "last") -> list[float]:
-    """Return the embedding of every fake engine: two numbers; a mean depends on all positions' codes."""
-    codes = prefix_codes(token_ids)
-    pooled = codes[-1:] if kind == "last" else codes
-    return [float(sum(pooled) % 65_521), float(len(token_ids))]
+def fake_embedding(token_ids: Sequence[int], kind: str | None = "last") -> list[float]:
+    """Return the embedding of every fake engine: two numbers; a mean and a maximum depend on all positions' codes."""
+    return _pooled(prefix_codes(token_ids), kind)
+
+
+def _pooled(codes: list[int], kind: str | None) -> list[float]:
+    kept = {"last": codes[-1:], "mean": codes, "max": [max(codes)]}[kind or ""]
+    return [float(sum(kept) % 65_521), float(len(codes))]
 
 
 class FakeMemory:
@@ -283,19 +286,21 @@ class FakeRunner:
     def _pool(self, key: str, start: int, end: int, output: ModelRunnerOutput) -> None:
         sequence = self._sequences[key]
         assert sequence.pooling
-        is_mean = sequence.pooling.kind == "mean"
+        kind = sequence.pooling.pooling_type
         if start == 0:
             sequence.pooled_codes = []
         sequence.pooled_codes += sequence.codes[start:end]
-        assert not is_mean or len(sequence.pooled_codes) == end, f"{key}: tokens are missing from the mean"
+        assert kind == "last" or len(sequence.pooled_codes) == end, (
+            f"{key}: tokens are missing from the {kind}"
+        )
         if end < len(sequence.token_ids):
             return
         if NAN_TOKEN in sequence.token_ids:
             assert output.num_nans_in_logits is not None
             output.num_nans_in_logits[key] = 2
             return
-        pooled = sequence.pooled_codes if is_mean else sequence.pooled_codes[-1:]
-        output.pooler_output[-1] = [float(sum(pooled) % 65_521), float(end)]
+        codes = sequence.codes[:end] if kind == "last" else sequence.pooled_codes
+        output.pooler_output[-1] = _pooled(codes, kind)
 
     def _logprobs_of(self, tokens: list[int], sequence: _Sequence) -> LogprobsLists | None:
         if (k := sequence.sampling.logprobs) is None:

@@ -334,6 +334,8 @@ class EmbedRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    POOLING_TYPE_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the served model; empty means the only served model."""
     dimensions: _builtins.int
@@ -344,6 +346,10 @@ class EmbedRequest(_message.Message):
     """Prompts with different salts never share cached KV."""
     request_id: _builtins.str
     """The client's name of the request, as in GenerateRequest."""
+    pooling_type: _builtins.str
+    """The hidden states that become the vector: "last", "mean" or "max"; empty: as the model asks."""
+    normalize: _builtins.bool
+    """Scale the vector to length 1; unset: true."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
         """One or more."""
@@ -357,18 +363,22 @@ class EmbedRequest(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        pooling_type: _builtins.str = ...,
+        normalize: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "pooling_type", b"pooling_type", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
 
 Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
 @_typing.final
 class Embedding(_message.Message):
-    """One prompt's embedding: a vector of length 1."""
+    """One prompt's embedding: a vector of length 1, unless the request has asked otherwise."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
