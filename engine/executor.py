@@ -10,7 +10,7 @@ from contract.layout import KVLayout
 from engine.compute.forward import MakeForward
 from engine.compute.runner import ModelRunner
 from engine.connector import RanksConnector
-from engine.distributed.messages import MethodTypes
+from engine.distributed.messages import MethodTypes, arguments_of
 from engine.distributed.rank_pool import RankPool
 from engine.kv_cache.sizing import MemoryProbe
 from engine.models.config import ModelInfo
@@ -29,8 +29,8 @@ class Executor(Protocol):
     def layout(self) -> KVLayout:
         """The shape of a block. Raises InternalError before the KV start-up."""
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of ``ModelRunner`` on every rank; return the results in rank order."""
+    def collective_rpc(self, method: str, *args: Any, **named: Any) -> list[Any]:
+        """Call a method of ``ModelRunner`` on every rank, with arguments by position or name; results in rank order."""
 
     def set_connector(self, connector: RanksConnector) -> None:
         """Give every rank its half of the connector; after the KV start-up.
@@ -90,12 +90,12 @@ class InProcessExecutor(Executor):
         """See Executor."""
         return self.runner.memory.layout
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """See Executor. Raises InternalError for a method that the runner does not have."""
+    def collective_rpc(self, method: str, *args: Any, **named: Any) -> list[Any]:
+        """See Executor. Raises InternalError for a method that the runner does not have, or arguments that do not fit it."""
         function = None if method.startswith("_") else getattr(self.runner, method, None)
         if not callable(function):
             raise InternalError(f"a rank has no method {method!r}")
-        return [function(*args)]
+        return [function(*arguments_of(function, args, named))]
 
     def set_connector(self, connector: RanksConnector) -> None:
         """See Executor."""
@@ -170,13 +170,13 @@ class RanksExecutor(Executor):
         """The ids of the rank processes, in rank order."""
         return [process.pid for process in self._pool.processes]
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+    def collective_rpc(self, method: str, *args: Any, **named: Any) -> list[Any]:
         """See Executor. What a rank raised is raised here, as the same kind of error, with the rank's name.
 
-        Raises InternalError for a method that the runner does not have and for arguments that are not plain data,
-        WorkerLostError when a rank has died or does not answer.
+        Raises InternalError for a method that the runner does not have and for arguments that do not fit it or are not
+        plain data, WorkerLostError when a rank has died or does not answer.
         """
-        self._pool.call(self._types.encode_call(method, args, None), is_step=False)
+        self._pool.call(self._types.encode_call(method, args, None, given=named), is_step=False)
         answers = self._pool.answers(method, _SLOW_CALL_SECONDS)
         values = [
             self._types.decode_value(method, answer.value) for answer in answers if answer.value is not None

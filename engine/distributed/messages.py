@@ -4,7 +4,7 @@ The annotations of ``RankRunner`` give the types of arguments and results.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, get_type_hints
 
@@ -73,7 +73,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankCall(msgspec.Struct, frozen=True, tag="call"):
-    """A call of a method with its arguments.
+    """A call of a method with its arguments, in the order of its parameters.
 
     from_rank: the rank that returns the result; None is every rank. is_answered: False if no rank answers; an error is then
     the answer to the next call that is answered, and those until there are not carried out.
@@ -117,6 +117,22 @@ def runner_method(method: str) -> Callable[..., Any]:
     return found
 
 
+def arguments_of(function: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:
+    """Return all arguments of a rank's method in the order of its parameters: ``args``, those ``given`` by name, defaults.
+
+    Parameters that only a keyword can give are for callers in the rank's own process. Raises InternalError for arguments
+    that do not fit.
+    """
+    expected = signature(function)
+    shared = [one for one in expected.parameters.values() if one.kind is not one.KEYWORD_ONLY]
+    try:
+        bound = expected.replace(parameters=shared).bind(*args, **given)
+    except TypeError as error:
+        raise InternalError(f"{function.__name__!r} cannot be called: {error}") from error
+    bound.apply_defaults()
+    return list(bound.args)
+
+
 def _plain(value: Any) -> Any:
     """Return an int32 array as its shape and bytes; calls hold no other kind of array."""
     if isinstance(value, np.ndarray) and value.dtype == np.int32:
@@ -137,12 +153,21 @@ class MethodTypes:
         self._results: dict[str, _Decoder] = {}
 
     def encode_call(
-        self, method: str, args: tuple[Any, ...], from_rank: int | None, *, is_answered: bool = True
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        from_rank: int | None,
+        *,
+        is_answered: bool = True,
+        given: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Encode a call. Raises InternalError for an unknown method and for arguments that are not plain data."""
-        runner_method(method)
+        """Encode a call. given: arguments by name.
+
+        Raises InternalError for an unknown method, and for arguments that do not fit it or are not plain data.
+        """
+        _, *whole = arguments_of(runner_method(method), (None, *args), given or {})
         try:
-            raw = [msgspec.Raw(msgspec.msgpack.encode(arg, enc_hook=_plain)) for arg in args]
+            raw = [msgspec.Raw(msgspec.msgpack.encode(arg, enc_hook=_plain)) for arg in whole]
         except TypeError as error:
             raise InternalError(
                 f"arguments of {method!r} cannot be sent to another process: {error}"
@@ -150,7 +175,7 @@ class MethodTypes:
         return msgspec.msgpack.encode(RankCall(method, raw, from_rank, is_answered))
 
     def decode_arguments(self, call: RankCall) -> list[Any]:
-        """Decode the arguments by the method's annotations. Raises InternalError if their number is wrong."""
+        """Decode the arguments by the method's annotations."""
         if call.method not in self._arguments:
             method = runner_method(call.method)
             hints = get_type_hints(method)
@@ -162,8 +187,6 @@ class MethodTypes:
                 if name not in own and name != "return"
             ]
         decoders = self._arguments[call.method]
-        if len(decoders) != len(call.args):
-            raise InternalError(f"{call.method!r} takes {len(decoders)} arguments, not {len(call.args)}")
         return [decoder.decode(raw) for decoder, raw in zip(decoders, call.args, strict=True)]
 
     def decode_value(self, method: str, value: bytes) -> Any:

@@ -25,19 +25,17 @@ _ResultT = TypeVar("_ResultT")
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The KV of one layer. use_mla: one fused row a token instead of a key and a value (no served model has it)."""
+    """The KV of one layer: a key and a value for each token and KV head."""
 
     block_size: int
     num_kv_heads: int
     head_size: int
     dtype: str
-    use_mla: bool = False
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in this layer: dtype × (K + V), each block_size × KV heads × head_size."""
-        per_kind = self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
-        return per_kind * (1 if self.use_mla else 2)
+        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ def make_config(specs: Mapping[str, KVCacheSpec], available_bytes: int) -> KVCac
             param="kv_cache_bytes",
         )
     first, *others = specs.values()
-    if first.use_mla or any(spec != first for spec in others):
-        raise InternalError("layers with different KV caches, or fused ones, are not served")
+    if any(spec != first for spec in others):
+        raise InternalError("layers with different KV caches are not served")
     layout = KVLayout(
         num_layers=len(specs),
         num_kv_heads=first.num_kv_heads,

@@ -64,11 +64,11 @@ def make_settings(folder: Path = Path("model"), **fields: Any) -> EngineSettings
 
 
 def test_block_bytes() -> None:
-    """A13: 28 layers, 2 KV heads, dim 128, bf16, blocks of 16 tokens: 458,752 bytes. D6: a fused row is half."""
+    """A13: 28 layers, 2 KV heads, dim 128, bf16, blocks of 16 tokens: 458,752 bytes. D6: for any spec."""
     assert block_bytes(QWEN_SPECS) == 458_752
     assert make_config(QWEN_SPECS, 10**9).layout.block_bytes == 458_752
-    fused = KVCacheSpec(block_size=16, num_kv_heads=1, head_size=576, dtype="bfloat16", use_mla=True)
-    assert fused.block_bytes == 16 * 576 * 2
+    spec = KVCacheSpec(block_size=4, num_kv_heads=3, head_size=80, dtype="float32")
+    assert spec.block_bytes == (4 * 3 * 80 + 4 * 3 * 80) * 4
 
 
 def test_defaults_that_size_a_step() -> None:

@@ -151,9 +151,30 @@ def test_small_and_large_payloads(ranks: RanksExecutor, num_bytes: int) -> None:
     assert ranks.collective_rpc("echo", b"after") == [b"after"] * 2
 
 
+def test_arguments_are_given_by_position_or_by_name(ranks: RanksExecutor) -> None:
+    """D2: in any order."""
+    step = replace(prompt_step(), finished_req_ids={"a"})
+    expected = ranks.execute_model(step).sampled_token_ids
+    assert ranks.collective_rpc("echo", payload=b"named") == [b"named"] * 2
+    ranks.collective_rpc("begin_step", masks=None, scheduled=step)
+    ended = ranks.collective_rpc("finish_step", masks=None)
+    assert [output.sampled_token_ids for output in ended] == [expected] * 2
+    ranks.collective_rpc("begin_step", step, masks=None)
+    assert ranks.collective_rpc("finish_step", None)[0].sampled_token_ids == expected
+
+
 def test_an_invalid_call_is_rejected_by_the_executor(ranks: RanksExecutor, model: Path) -> None:
-    """Both executors reject it without sending anything to the ranks."""
+    """D2: both executors reject it without sending anything to the ranks."""
     for executor in (ranks, InProcessExecutor(EngineSettings(model=model))):
+        wrong: list[tuple[tuple[object, ...], dict[str, object]]] = [
+            ((), {}),
+            ((1, 2), {}),
+            ((1,), {"config": 1}),
+            ((), {"configs": 1}),
+        ]
+        for args, named in wrong:
+            with pytest.raises(InternalError, match="'initialize_from_config' cannot be called"):
+                executor.collective_rpc("initialize_from_config", *args, **named)
         for method in ("fly", "_draw", "device"):
             with pytest.raises(InternalError, match=f"no method '{method}'"):
                 executor.collective_rpc(method)
@@ -167,13 +188,11 @@ def test_an_invalid_call_is_rejected_by_the_executor(ranks: RanksExecutor, model
 def test_an_error_of_all_ranks_keeps_its_type(ranks: RanksExecutor, caplog: pytest.LogCaptureFixture) -> None:
     """The log has the traceback with the rank's name; ranks that have answered continue."""
     with pytest.raises(KvbatonError) as raised, caplog.at_level(logging.ERROR):
-        ranks.collective_rpc("echo")
-    assert (
-        raised.value.kind is ErrorKind.INTERNAL and "'echo' takes 1 arguments, not 0" in raised.value.message
-    )
+        ranks.collective_rpc("finish_step", None)
+    assert raised.value.kind is ErrorKind.INTERNAL and "pop from an empty deque" in raised.value.message
     texts = [record.getMessage() for record in caplog.records]
     assert [text.startswith(f"rank {rank} of 2") for rank, text in enumerate(texts)] == [True, True]
-    assert all("Traceback" in text and "decode_arguments" in text for text in texts)
+    assert all("Traceback" in text and "finish_step" in text for text in texts)
     config = KVCacheConfig(2**60, ranks.layout)
     with pytest.raises(KvbatonError):
         ranks.collective_rpc("initialize_from_config", config)
