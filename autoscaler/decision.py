@@ -62,7 +62,7 @@ class PoolDecision:
         change = self.desired - self.present
         held = self.needed - self.desired
         held_by = None
-        if held:  # a reason that holds nothing: the pool takes one step after the other
+        if held:  # by one step at a time, if the reason itself holds nothing
             step = ScalingReason.IN_FLIGHT if held > 0 else ScalingReason.STABILIZING
             held_by = self.reason if self.reason in HOLDS else step
         return PoolScaling(

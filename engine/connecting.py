@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from contract.layout import Side
 from contract.requests import EngineRequest, ReceiveTransfer
-from engine.connector import ConnectorFactory, ConnectorPair
+from engine.connector import ConnectorPair
 from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.remote_kv import RemoteKV, TransferStages
 
@@ -15,6 +15,24 @@ if TYPE_CHECKING:
     from engine.executor import Executor
 GetFinished = Callable[[], tuple[set[str], set[str]]]
 """Returns the keys of transfers that the ranks have finished since the last call: (sent, received)."""
+ConnectorFactory = Callable[[Side, str, Callable[[], None]], ConnectorPair]
+"""(how the engine keeps its KV, model fingerprint, wake) → a connector. ``wake`` may be called from any thread.
+
+``kv_transfer.connector.TransferFactory`` is one; any callable that returns a ``ConnectorPair`` is another. It is used so::
+
+    factory = TransferFactory(settings)
+    pair = factory(Side(layout, num_ranks, num_kv_heads), fingerprint, wake)
+    rank = pair.ranks.in_process()              # or one half in the process of each rank
+    rank.start(memory)
+
+    pair.scheduler.receiver.start_fetch(request)
+    events = pair.scheduler.receiver.pop_events()       # after ``wake``: [Published(request.key)]
+    pair.scheduler.receiver.receive_into(request.key, block_ids, num_cached_blocks=0)
+    rank.execute(pair.scheduler.build_metadata())       # with each step, after its forward pass
+    sent, received = pair.ranks.get_finished()          # later: request.key in received
+    pair.scheduler.receiver.pop_received(request.key)   # the first tokens, and a report
+    pair.scheduler.close()
+"""
 
 
 @dataclass(frozen=True)

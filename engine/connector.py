@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.errors import SettingError
-from contract.layout import KVLayout, Side
+from contract.layout import KVLayout
 from contract.outputs import TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, ReceiveTransfer
 
@@ -394,7 +394,3 @@ class ConnectorPair:
     address: str
     expecting: ExpectsRequests | None = None
     progress: Callable[[], dict[str, int]] = dict
-
-
-ConnectorFactory = Callable[[Side, str, Callable[[], None]], ConnectorPair]
-"""(how the engine keeps its KV, model fingerprint, wake) → a connector. ``wake`` may be called from any thread."""

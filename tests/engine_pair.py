@@ -12,8 +12,7 @@ from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
 from engine.client import EngineClient, InProcessClient
-from engine.connecting import Transfers
-from engine.connector import ConnectorFactory
+from engine.connecting import ConnectorFactory, Transfers
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings

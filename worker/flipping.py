@@ -76,7 +76,8 @@ class Flip:
                 case FlipStep.CLOSE:
                     assert self._order is not None, "the change is under way"
                     self._lifecycle.next_role = worker_role(self._order.role)
-                    self._routers().send_credit()  # of nothing, with the role that follows when all have answered
+                    # Of nothing, so that no router binds a leg of a role that is about to end.
+                    self._routers().send_credit()
                 case FlipStep.TAKE | FlipStep.KEEP:
                     self._change_role(is_kept=step is FlipStep.KEEP)
         if self._lifecycle.num_drains != num_drains:

@@ -153,7 +153,7 @@ def draw_by_torch(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def random_by_torch(scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
     """See RandomDraw. Groups rows, whatever their parameters."""
     at_once = max(1, _MAX_ELEMENTS_AT_ONCE[scores.device.type] // scores.shape[1])
-    if len(rows) == len(places) <= at_once:  # most steps
+    if len(rows) == len(places) <= at_once:  # most steps: nothing is copied by rows
         return _draw(scores, rows)
     parts = [places[start : start + at_once] for start in range(0, len(places), at_once)]
     return torch.cat(

@@ -48,6 +48,21 @@ class StepGate(Protocol):
     Every start has the gate's permission: by ``seconds_to_start``, ``may_continue`` or ``may_run_ahead``. Then ``on_start``
     follows, and ``on_end`` or ``on_interrupt``. At most one step runs ahead: its ``on_start`` comes after the end of the one
     before, and no further permission is asked for until then. One that the scheduler has no step for is not used up.
+
+    ``EngineCore`` and its loop use a gate as follows; a gate that only watches steps subclasses ``PacedGate``::
+
+        while (delay := gate.seconds_to_start(core)) is not None:
+            if delay and wait_for_message(delay):   # a message is processed, and the gate asked anew
+                continue
+            scheduled = scheduler.schedule()
+            gate.on_start(is_empty=False)
+            output = executor.execute_model(scheduled)
+            if output.was_interrupted:              # a connector's thread had ``may_interrupt``: the step is restarted
+                gate.on_interrupt()
+            else:
+                gate.on_end(is_empty=False)
+        gate.close()
+
     """
 
     def seconds_to_start(self, work: Work) -> float | None:

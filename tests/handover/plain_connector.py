@@ -16,8 +16,8 @@ from contract.identity import Role
 from contract.layout import KVLayout, Side
 from contract.outputs import TransferReport
 from contract.requests import EngineRequest
+from engine.connecting import ConnectorFactory
 from engine.connector import (
-    ConnectorFactory,
     ConnectorPair,
     FirstToken,
     KVMemory,

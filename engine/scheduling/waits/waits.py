@@ -95,7 +95,20 @@ class Ready:
 
 
 class WaitStage(Protocol):
-    """One thing that requests wait for. Used from the step thread."""
+    """One thing that requests wait for. Used from the step thread.
+
+    A stage keeps its own records of the requests that wait in it, and learns of each one that ends. ``Waits`` calls it as
+    follows; ``Grammars`` and ``decode_service.kv_receiver.KVReceiver`` are stages::
+
+        if stage.needs_wait(request):
+            stage.start(request)            # its status is ``stage.status`` now, for ``timeout_seconds`` at most
+        ...
+        if stage.has_pending:               # asked before each step: what the request waited for is there
+            for ready in stage.pop_ready():
+                ...                         # it goes on, or ends with ``ready.finish``
+        stage.give_up(request)              # instead, if it is aborted; at the time limit ``overdue`` gives the error
+
+    """
 
     @property
     def name(self) -> str:
