@@ -126,8 +126,8 @@ class LLM:
         _refuse_lora(lora_request)
         parsed = parse_prompts(prompts)
         service = self._service
-        asked = PoolingParams() if pooling_params is None else pooling_params
-        params = _one_each("pooling_params", asked, len(parsed))
+        requested = PoolingParams() if pooling_params is None else pooling_params
+        params = _one_each("pooling_params", requested, len(parsed))
         each_prompt = zip(parsed, params, strict=True)
         makers = (partial(self._embedding_request, *one) for one in each_prompt)
         requests = check_embeddings(service.pipeline, makers)

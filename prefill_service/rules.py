@@ -71,15 +71,15 @@ class PrefillRules:
         return num_fetches > 0
 
 
-def pooling_of(folder: Path, asked: PoolingParams) -> PoolingParams:
-    """Return ``asked`` with a type: its own, or else the one of ``1_Pooling/config.json``, or else the last token's state.
+def pooling_of(folder: Path, requested: PoolingParams) -> PoolingParams:
+    """Return ``requested`` with a type: its own, else the one of ``1_Pooling/config.json``, else the last token's state.
 
-    The model's own normalization (``2_Normalize``) is not read: that of ``asked`` counts. Raises UnsupportedFieldError for
-    another kind of pooling or several at once in the folder, where it is read, and for further modules after it.
+    The model's own normalization (``2_Normalize``) is not read: that of ``requested`` counts. Raises UnsupportedFieldError
+    for another kind of pooling or several at once in the folder, where it is read, and for further modules after it.
     """
     _check_modules(folder)
-    if asked.pooling_type is not None:
-        return asked
+    if requested.pooling_type is not None:
+        return requested
     try:
         config = read_json(folder / _FILE)
     except (SettingError, ValueError) as error:
@@ -93,14 +93,14 @@ def pooling_of(folder: Path, asked: PoolingParams) -> PoolingParams:
             name.removeprefix(flags) for name, value in config.items() if name.startswith(flags) and value
         ]
     if not modes:
-        return replace(asked, pooling_type="last")
+        return replace(requested, pooling_type="last")
     if len(modes) > 1 or modes[0] not in _SERVED:
         raise UnsupportedFieldError(
             f"the model's {_FILE} asks for pooling by {' and '.join(modes)}; this version supports "
             f"{' or '.join(_SERVED)}; name a pooling_type to pool in another way",
             param="model",
         )
-    return replace(asked, pooling_type=_SERVED[modes[0]])
+    return replace(requested, pooling_type=_SERVED[modes[0]])
 
 
 def _check_modules(folder: Path) -> None:

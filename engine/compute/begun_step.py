@@ -114,7 +114,8 @@ def pool(
 def _add(request: RequestState, states: Tensor, num_computed: int) -> None:
     """Add a chunk to what is pooled; a chunk from the prompt's start, also after a preemption, begins anew."""
     assert request.pooling is not None
-    kind, before = request.pooling.pooling_type, request.pooled_states
+    kind = request.pooling.pooling_type
+    before = request.pooled_states
     if num_computed and before is None:
         raise InternalError(f"request {request.req_id!r}: the {kind} misses its first {num_computed} tokens")
     is_max = kind == "max"
