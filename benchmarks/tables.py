@@ -12,7 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import autoscale_figures, engine, interference, router, router_decisions, service_speed, steps
+from benchmarks import (
+    autoscale_figures,
+    engine,
+    interference,
+    policies,
+    router,
+    router_decisions,
+    service_speed,
+    steps,
+)
 from benchmarks.facts import RESULTS
 
 COLUMNS = 100
@@ -23,6 +32,7 @@ _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "engine": engine.table,
     "service": service_speed.table,
     "interference": interference.table,
+    "policies": policies.table,
     "router": router.table,
     "decisions": router_decisions.table,
     "steps": steps.table,

@@ -111,6 +111,13 @@ def create_scheduler(
     limits = Limits.of(
         pool, info.max_model_len, info.vocab_size, info.model_fingerprint, settings.max_prompt_tokens
     )
+    if limits.max_prompt_tokens is not None and limits.max_prompt_tokens < limits.max_length:
+        logger.warning(
+            "prompts longer than %d tokens are rejected: prefill-first computes each of them in one step, of"
+            " max_num_batched_tokens; the model has room for %d",
+            limits.max_prompt_tokens,
+            limits.max_length,
+        )
     return Scheduler(
         settings,
         pool,

@@ -200,9 +200,10 @@ def test_nothing_delays_prompts_while_no_answer_runs() -> None:
 # Prompts are not cut.
 
 
-def test_a_prompt_longer_than_a_step_is_ignored() -> None:
+def test_a_prompt_longer_than_a_step_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     """A28, A25: as FINISHED_IGNORED, with an error that names both numbers; the longest that fits is computed at once."""
     engine = whole_prompts(max_num_batched_tokens=12)
+    assert "prompts longer than 12 tokens are rejected" in caplog.text
     engine.add(fake_request("long", [1] * 13, 2), fake_request("fits", [1] * 12, 2))
     engine.advance()
     end = engine.end("long#0.0")
