@@ -24,6 +24,8 @@ AT_REST_EMPTY = {
     "batch_requests_total",
     "drains_total",
     "flips_total",
+    "group_calls_total",
+    "group_steps_total",
     "migrations_total",
     "num_batches",
     "request_errors_total",
@@ -33,7 +35,7 @@ AT_REST_EMPTY = {
     "transfer_stale_messages_total",
     "transfer_transport_left_total",
 }
-"""Metrics that have no series before the first event, or without files_dir."""
+"""Metrics that have no series before the first event, without files_dir, or without a data-parallel group."""
 _BY_PROMETHEUS = {"__name__", "instance", "job", "le"}
 
 

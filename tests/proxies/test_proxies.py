@@ -125,7 +125,7 @@ async def test_the_example_passes_streams_as_they_come(run: RunProxy, tmp_path: 
     ):
         async with asyncio.timeout(20):
             while not stream.events:
-                await stream.read_line()
+                assert await stream.read_line(), "the stream ended"
         await add_twins(cluster, Role.DECODE)
         await cluster.workers["decode-0"].die()
         await stream.is_whole()
