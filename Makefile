@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 BENCH_ARGS ?=
 
 # A machine with an NVIDIA driver gets the CUDA build of torch, every other one the CPU build.
