@@ -64,6 +64,7 @@ class Engine:
             resources.callback(self._card.close)
             self._core = EngineCore(_engine_settings(shared, folder), wake=self._woken.set)
             resources.callback(self._core.close)
+            # Also called when the engine is garbage, or the interpreter exits, before it was closed.
             self._close = weakref.finalize(self, resources.pop_all().close)
         self._numbers = count()
         self._running: dict[str, RunningRequest] = {}
@@ -171,6 +172,7 @@ class Engine:
         if self._core.seconds_to_start() is None:
             self._woken.wait(self._core.seconds_to_deadline())
             self._core.request_step()
+        # A step that is cut off leaves scheduler and model in different states: the engine cannot go on.
         with ExitStack() as undo:
             undo.callback(self.close)
             outputs = self._core.step()

@@ -43,9 +43,9 @@ async def read_embed(leg: pb.EmbedLegRequest, model_folder: Path) -> EngineReque
 
     Raises InvalidRequestError for a bad order, UnsupportedFieldError for pooling that is not supported.
     """
-    # Files are read in a thread: a slow disk must not hold up the tokens of the worker's other requests.
     request = embed_from_proto(leg)
     assert request.pooling_params is not None
+    # Files are read in a thread: a slow disk must not hold up the tokens of the worker's other requests.
     pooling = await asyncio.to_thread(pooling_of, model_folder, request.pooling_params)
     return replace(request, pooling_params=pooling)
 

@@ -95,7 +95,9 @@ class Pipeline:
         first = requests[0]
         num_answers = sum([len(request.choices) for request in requests])
         await self._models.wait_settled()
+        # A burst of one client takes turns with the requests of the others, whose tokens it would delay.
         await self._rounds.wait_turn(first.tenant)
+        # For all answers together, so that none is admitted if there is no room for the last one.
         self._tracker.check_admission(first, num_answers)
         await answers.admit(requests)
         card = self.preparer.card_for(first)
