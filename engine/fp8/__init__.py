@@ -1,1 +1,1 @@
-"""FP8 weights: read, multiplied as FP8 where the device can, else converted."""
+"""FP8 weights: FP8 matmul where the device can, else they are dequantized at load."""

@@ -149,14 +149,14 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def why_converted(
+def why_dequantized(
     setting: str,
     dtype: torch.dtype,
     device: torch.device,
     checkpoint: Fp8Checkpoint,
     capability: tuple[int, int] | None = None,
 ) -> str | None:
-    """Return why weights are converted to ``dtype``, None if they are multiplied as FP8.
+    """Return why weights are dequantized to ``dtype`` at load, None if they use FP8 matmul.
 
     setting: ``ModelOptions.fp8_products``. capability: of a GPU; None: that of ``device``.
     Raises SettingError if it is "on" and that is not possible.

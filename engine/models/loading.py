@@ -10,7 +10,7 @@ from torch import nn
 
 from contract.layout import model_fingerprint
 from engine.distributed.group import RankGroup, SingleRank
-from engine.fp8.linear import prepare, why_converted
+from engine.fp8.linear import prepare, why_dequantized
 from engine.fp8.stored import Fp8Checkpoint, Weights
 from engine.models.checkpoint import (
     Checkpoint,
@@ -129,7 +129,7 @@ def _numbers(
     """Prepare the model for FP8 weights, if it has any; return what it computes with, for its fingerprint."""
     if not isinstance(weights, Fp8Checkpoint):
         return dtype
-    reason = why_converted(setting, DTYPES[dtype], device, weights)
+    reason = why_dequantized(setting, DTYPES[dtype], device, weights)
     if reason is not None:
         logger.info("weights are converted from FP8 to %s: %s", dtype, reason)
         return dtype

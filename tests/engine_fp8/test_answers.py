@@ -1,4 +1,4 @@
-"""Models with FP8 weights: converted, and multiplied as FP8; both equal to transformers, token by token."""
+"""Models with FP8 weights: dequantized at load, and by FP8 matmul; both equal to transformers, token by token."""
 
 from pathlib import Path
 from typing import Any

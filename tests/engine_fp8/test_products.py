@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from contract.errors import SettingError
-from engine.fp8.linear import FP8, LARGEST, Fp8Linear, by_scale, by_token, product, why_converted
+from engine.fp8.linear import FP8, LARGEST, Fp8Linear, by_scale, by_token, product, why_dequantized
 from engine.fp8.scheme import read_scheme
 from engine.fp8.stored import Fp8Checkpoint
 from engine.models.checkpoint import Checkpoint
@@ -108,13 +108,13 @@ def test_a_gpu_with_units_for_fp8_multiplies_them(
     dtype: torch.dtype,
     reason: str | None,
 ) -> None:
-    assert why_converted("auto", dtype, GPU, stored, capability) == reason
-    assert why_converted("off", dtype, GPU, stored, capability) == "fp8_products is off"
+    assert why_dequantized("auto", dtype, GPU, stored, capability) == reason
+    assert why_dequantized("off", dtype, GPU, stored, capability) == "fp8_products is off"
     if reason is None:
-        assert why_converted("on", dtype, GPU, stored, capability) is None
+        assert why_dequantized("on", dtype, GPU, stored, capability) is None
         return
     with pytest.raises(SettingError, match="fp8_products is on, but"):
-        why_converted("on", dtype, GPU, stored, capability)
+        why_dequantized("on", dtype, GPU, stored, capability)
 
 
 def test_a_part_of_a_weight_has_the_scales_of_its_rows(stored: Fp8Checkpoint) -> None:

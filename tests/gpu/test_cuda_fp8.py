@@ -1,4 +1,4 @@
-"""`make gpu-check`: weights that are multiplied as FP8 on CUDA, against the same layers on the CPU."""
+"""`make gpu-check`: FP8 matmul on CUDA, against the same layers on the CPU."""
 
 import asyncio
 from pathlib import Path
