@@ -1,0 +1,89 @@
+"""The interface between the scheduler and the storage of one KV tier, and its access to the pool's blocks.
+
+A tier keeps copies of full blocks in numbered slots. The scheduler decides what is in which slot; the storage copies bytes
+in a thread of its own, and keeps a digest of each slot. A block is bytes to it: it depends on nothing but their number.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+import xxhash
+
+from contract.block_hash import BlockHash
+from engine.connector import KVMemory
+
+
+class BlockCopy(NamedTuple):
+    """A copy of one block between the pool and a slot of a tier. block_hash: the hash of the block's content."""
+
+    block_id: int
+    slot: int
+    block_hash: BlockHash
+
+
+class TierStorage(Protocol):
+    """The bytes of one tier. Called from the step thread; no call waits for a copy but ``settle`` and ``close``."""
+
+    @property
+    def name(self) -> str:
+        """The tier's name in metrics."""
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that the tier can keep."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one block."""
+
+    def store(self, copies: Sequence[BlockCopy]) -> "Future[int]":
+        """Copy blocks from the pool to slots; return how many of them, from the first on, were stored.
+
+        Until the future is done, the blocks are not written to, and the slots are not used otherwise.
+        """
+
+    def load(self, copies: Sequence[BlockCopy]) -> "Future[int]":
+        """Copy slots to blocks of the pool; return how many of them, from the first on, were intact.
+
+        What the blocks hold from the first damaged one on is not specified. Until the future is done, the blocks are not
+        used otherwise, and the slots are not written to. A load that has not begun may be cancelled.
+        """
+
+    def settle(self) -> None:
+        """Wait until every copy that was ordered before is over."""
+
+    def close(self) -> None:
+        """Wait for the copy that has begun, and free the tier. The pool may be freed afterwards. May be called twice."""
+
+
+def digest_of(content: memoryview, block_hash: BlockHash) -> int:
+    """Return the digest of a block: ``xxh3_64``, seeded by the hash of its content as for transfers.
+
+    So the right bytes of another block are damage too.
+    """
+    return xxhash.xxh3_64_intdigest(content, int.from_bytes(block_hash[:8], "little"))
+
+
+def read_blocks(memory: KVMemory, block_ids: Sequence[int]) -> Sequence[memoryview]:
+    """Return the bytes of computed blocks: of a pool on a device, copies in pinned memory made on a side stream."""
+    if (device := memory.device_pool) is not None:
+        return device.begin_reading(block_ids, 0, memory.layout.block_bytes).views()
+    return [memory.read_view(block_id) for block_id in block_ids]
+
+
+def fill_blocks(
+    memory: KVMemory, block_ids: Sequence[int], fill: Callable[[Sequence[memoryview]], int]
+) -> int:
+    """Have ``fill`` write the bytes of blocks, and return what it returns when the pool has them.
+
+    The bytes of a pool on a device are written to pinned memory, and copied from there on a side stream.
+    """
+    if (device := memory.device_pool) is None:
+        return fill([memory.write_view(block_id) for block_id in block_ids])
+    device.wait_until_unused()  # a step that was launched before may still write to blocks that are free now
+    rows = device.host_rows(len(block_ids), memory.layout.block_bytes)
+    num_filled = fill([row.view for row in rows])
+    device.write_rows(block_ids, 0, rows)
+    device.commit(list(block_ids))
+    return num_filled
