@@ -1,15 +1,20 @@
 """An engine's connector: its half beside the scheduler, and what connects it with the executor's ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from contract.layout import Side
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import ConnectorPair
+from engine.kv_tiers.storage import TierStorage
 from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.remote_kv import RemoteKV, TransferStages
+from engine.scheduling.tiers.loads import TierLoads
+from engine.scheduling.tiers.tier import KVTiers, Tier
+from engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from engine.executor import Executor
@@ -33,6 +38,8 @@ ConnectorFactory = Callable[[Side, str, Callable[[], None]], ConnectorPair]
     pair.scheduler.receiver.pop_received(request.key)   # the first tokens, and a report
     pair.scheduler.close()
 """
+OpenLoads = Callable[[BlockPool, float], TierLoads]
+"""(pool, seconds for which a request may wait) → the wait for blocks of KV tiers."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +57,19 @@ class EngineConnector:
     progress: how far the connector's threads have come; from any thread, without waiting for one.
     next_arrival: returns when, on the clock, the KV of a request is expected; None if no sender has announced any.
     has_arrived: returns whether KV has arrived that ``get_finished`` has not returned; from any thread. has_work: returns
-    whether the half beside the scheduler has events to process, or orders for the ranks.
+    whether the half beside the scheduler has events to process, or orders for the ranks. open_loads: makes the wait for
+    blocks of KV tiers; None without tiers.
     """
 
-    def __init__(self, pair: ConnectorPair | None = None, stages: TransferStages | None = None) -> None:
+    def __init__(
+        self,
+        pair: ConnectorPair | None = None,
+        stages: TransferStages | None = None,
+        open_loads: OpenLoads | None = None,
+    ) -> None:
         self.scheduler = pair.scheduler if pair else None
         self._stages = stages
+        self._open_loads = open_loads
         self.get_finished: GetFinished = pair.ranks.get_finished if pair else lambda: (set(), set())
         receiver = pair.scheduler.receiver if pair else None
         # Not methods that call these, as they are asked around every step (see ``PacedGate``).
@@ -68,9 +82,10 @@ class EngineConnector:
 
     def remote_kv(self, pool: BlockPool, max_length: int, timeout_seconds: float) -> RemoteKV:
         """Return what the scheduler has of the connector; see ``RemoteKV.over``."""
+        loads = self._open_loads(pool, timeout_seconds) if self._open_loads else None
         if self.scheduler is None or self._stages is None:
-            return RemoteKV()
-        return RemoteKV.over(self.scheduler, self._stages, pool, max_length, timeout_seconds)
+            return RemoteKV(loads=loads)
+        return RemoteKV.over(self.scheduler, self._stages, pool, max_length, timeout_seconds, loads)
 
     def expect(self, request: EngineRequest) -> None:
         """Ask for the KV of a request that will be added, if it needs any. From any thread."""
@@ -96,21 +111,34 @@ class EngineConnector:
 
 
 def connect(
-    executor: "Executor", transfers: Transfers | None, num_ranks: int, wake: Callable[[], None]
+    executor: "Executor",
+    transfers: Transfers | None,
+    settings: EngineSettings,
+    on_event: Callable[[], None],
+    wake: Callable[[], None],
 ) -> EngineConnector:
-    """Open both halves of a connector for an executor with an allocated KV cache. transfers: None opens none.
+    """Open both halves of a connector, and the KV tiers, for an executor with an allocated KV cache.
 
-    Raises SettingError if the connector does not serve ``num_ranks`` ranks.
+    transfers: None opens no connector. on_event, wake: called from any thread when the connector has events, and when a tier
+    has some. Raises SettingError if the connector does not serve so many ranks, and for the size of a tier.
     """
+    storages = executor.open_kv_tiers(settings)
+    open_loads = partial(_tier_loads, storages, wake) if storages else None
     if transfers is None:
-        return EngineConnector()
+        return EngineConnector(open_loads=open_loads)
     with ExitStack() as undo:
         model = executor.model_info
-        pair = transfers.connect(
-            Side(executor.layout, num_ranks, model.num_kv_heads), model.fingerprint, wake
-        )
-        connector = EngineConnector(pair, transfers.stages)
+        side = Side(executor.layout, settings.tensor_parallel_size, model.num_kv_heads)
+        pair = transfers.connect(side, model.fingerprint, on_event)
+        connector = EngineConnector(pair, transfers.stages, open_loads)
         undo.callback(connector.close)
         executor.set_connector(pair.ranks)
         undo.pop_all()
     return connector
+
+
+def _tier_loads(
+    storages: Sequence[TierStorage], wake: Callable[[], None], pool: BlockPool, timeout_seconds: float
+) -> TierLoads:
+    tiers = KVTiers([Tier(storage, pool, wake) for storage in storages])
+    return TierLoads(tiers, pool, timeout_seconds, wake)

@@ -150,9 +150,7 @@ class EngineCore:
             )
             resources.callback(compiler.close)
             grammars = Grammars(compiler, settings.max_grammar_bytes, settings.grammar_timeout_seconds, wake)
-            self._connector = connect(
-                self.executor, transfers, settings.tensor_parallel_size, self._on_connector_event
-            )
+            self._connector = connect(self.executor, transfers, settings, self._on_connector_event, wake)
             resources.callback(self._connector.close)
             self.info = describe_engine(settings, self.executor, num_blocks, self._connector.address)
             self.scheduler = make_scheduler(settings, self.info, self._connector, grammars, stages, clock)

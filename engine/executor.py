@@ -12,7 +12,9 @@ from engine.compute.runner import ModelRunner
 from engine.connector import RanksConnector
 from engine.distributed.messages import MethodTypes, arguments_of
 from engine.distributed.rank_pool import RankPool
-from engine.kv_cache.sizing import MemoryProbe
+from engine.kv_cache.sizing import HostProbe, MemoryProbe
+from engine.kv_tiers.host import HostTier
+from engine.kv_tiers.storage import TierStorage
 from engine.models.config import ModelInfo
 from engine.outputs import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
@@ -37,6 +39,13 @@ class Executor(Protocol):
 
         Raises SettingError if the connector is for another number of ranks.
         """
+
+    def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
+        """Return the storages of the KV tiers that the settings ask for, fastest first; after the KV start-up.
+
+        ``shutdown`` closes them. Raises SettingError for a size that cannot be.
+        """
+        return []  # several ranks have none
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step on all ranks; return the first rank's result."""
@@ -78,6 +87,7 @@ class InProcessExecutor(Executor):
         self.runner = ModelRunner(settings, probe)
         self.runner.load_model(make_forward=make_forward)
         self.runs_ahead = self.runner.runs_ahead
+        self._tiers: list[TierStorage] = []
         self._is_shut_down = False
 
     @property
@@ -101,6 +111,13 @@ class InProcessExecutor(Executor):
         """See Executor."""
         self.runner.set_connector(connector.in_process())
 
+    def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
+        """See Executor."""
+        if settings.host_kv_bytes:
+            free_bytes = HostProbe().read().free_bytes
+            self._tiers.append(HostTier(self.runner.memory, settings.host_kv_bytes, free_bytes))
+        return self._tiers
+
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See Executor."""
         return self.runner.begin(scheduled)
@@ -113,6 +130,8 @@ class InProcessExecutor(Executor):
         """See Executor."""
         if not self._is_shut_down:
             self._is_shut_down = True
+            for tier in self._tiers:  # before the pool that they copy from and to
+                tier.close()
             self.runner.shutdown()
 
 

@@ -81,6 +81,9 @@ class KVCacheOptions(Options):
     """Bytes of a GPU's free memory that each worker leaves free for later: the driver's part of graphs, NCCL."""
     enable_prefix_caching: bool = True
     """Reuse the KV of finished requests for prompts with the same prefix."""
+    host_kv_bytes: int = Field(default=0, ge=0)
+    """Host memory of each worker for copies of full KV blocks, which a resumed request or a prompt with the same prefix
+    loads instead of computing them again; 0: none."""
     remote_kv_timeout_seconds: float = Field(default=300.0, gt=0)
     """Time that a request may wait for KV before it ends with an error; a dead worker is detected sooner."""
 

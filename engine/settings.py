@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from contract.errors import SettingError
 from contract.options import PartSettings
 from engine.options import EngineOptions, HostOptions
 
@@ -30,3 +31,18 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
     """Host on which the other engines of the group reach this one's collectives."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0)
     """Silence of a rank within a step, after which the engine ends."""
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> "EngineSettings":
+        if not self.host_kv_bytes:
+            return self
+        given = f"host_kv_bytes is {self.host_kv_bytes}"
+        if not self.enable_prefix_caching:
+            message = (
+                f"{given}, and blocks are found by their prefix: set enable_prefix_caching, or the first to 0"
+            )
+            raise SettingError(message, param="host_kv_bytes")
+        if self.tensor_parallel_size > 1:
+            message = f"{given}, and workers of several ranks have no tier: set it, or tensor_parallel_size to 1, to 0"
+            raise SettingError(message, param="host_kv_bytes")
+        return self

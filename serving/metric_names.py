@@ -25,7 +25,17 @@ WORKER_METRICS: Mapping[str, Metric] = {
     "worker_info": Metric("Always 1. The labels are facts about the worker.", ("worker", "role", "build")),
     "num_requests_running": Metric("Requests in the running batch."),
     "num_requests_waiting": Metric("Requests that wait for a place in the batch, or for their KV."),
+    "num_requests_swapped": Metric("Preempted requests that resume with blocks from a KV tier."),
     "kv_cache_usage_perc": Metric("Used share of the KV blocks, 0..1."),
+    "kv_tier_stored_blocks_total": Metric("KV blocks copied to a KV tier.", ("tier",)),
+    "kv_tier_loaded_blocks_total": Metric(
+        "KV blocks copied back from a KV tier, instead of computing their tokens.", ("tier",)
+    ),
+    "kv_tier_evicted_blocks_total": Metric("KV blocks that made room for others in a KV tier.", ("tier",)),
+    "kv_tier_failed_blocks_total": Metric(
+        "KV blocks that a KV tier could not store, or that were damaged when they were loaded.", ("tier",)
+    ),
+    "kv_tier_bytes": Metric("Bytes of the KV blocks in a KV tier.", ("tier",)),
     "num_blocks": Metric("KV blocks of the pool, by state.", ("state",)),
     "prefix_cache_queries_total": Metric("Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits_total": Metric("Prompt tokens found in the prefix cache."),

@@ -48,23 +48,27 @@ def counters(scheduler: SchedulerState) -> dict[str, float]:
         "generation_tokens_total": totals.num_generated_tokens,
         "num_requests_running": stats.num_running_reqs,
         "num_requests_waiting": stats.num_waiting_reqs,
+        "num_requests_swapped": stats.num_swapped_reqs,
         "kv_cache_usage_perc": stats.kv_cache_usage,
         **{f"num_blocks{{state={state}}}": count for state, count in states},
         "prefix_cache_queries_total": totals.prefix_cache.queries,
         "prefix_cache_hits_total": totals.prefix_cache.hits,
         **of_transfers,
+        **scheduler.remote_kv.tiers.counters(),
     }
 
 
 def check_integrity(scheduler: SchedulerState) -> None:
-    """Raise AssertionError unless only live requests and leases hold blocks, and each request is in one place."""
+    """Raise AssertionError unless only live requests, leases and copies to tiers hold blocks, each request in one place."""
     pool = scheduler.pool
     queues = scheduler.queues
     live = scheduler.live
     pool.check_integrity()
     live.index.check_integrity()
     assert sorted(live.index.keys) == sorted(scheduler.requests)
-    assert set(pool.holders()) <= {*scheduler.requests, *map(lease_holder, scheduler.remote_kv.sender.leases)}
+    leases = map(lease_holder, scheduler.remote_kv.sender.leases)
+    copies = (tier.holder for tier in scheduler.remote_kv.tiers.tiers)
+    assert set(pool.holders()) <= {*scheduler.requests, *leases, *copies}
     all_queues = (queues.running, queues.waiting, queues.arrived)
     queued = [request.key for queue in all_queues for request in queue]
     assert sorted([*queued, *scheduler.waits.keys]) == sorted(scheduler.requests)

@@ -18,6 +18,8 @@ from engine.scheduling.requests.finish import Finish
 from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.request_index import RequestIndex
 from engine.scheduling.requests.step_plan import StepPlan
+from engine.scheduling.tiers.loads import TierLoads
+from engine.scheduling.tiers.tier import KVTiers
 from engine.scheduling.waits.waits import WaitStage
 
 
@@ -146,7 +148,8 @@ _NONE = NoTransfers()
 class RemoteKV:
     """A connector with the stages that use it; without one, NoTransfers stands for all three.
 
-    waits: the wait stages among these: the receiver, if the engine has one.
+    waits: the wait stages among these: the receiver, if the engine has one, and the loads. loads: the wait for blocks of a
+    KV tier, which is a peer too; None without tiers. tiers: those tiers, maybe none.
     """
 
     def __init__(
@@ -155,11 +158,14 @@ class RemoteKV:
         sender: SenderStage = _NONE,
         receiver: ReceiverStage | NoTransfers = _NONE,
         waits: Sequence[WaitStage] = (),
+        loads: TierLoads | None = None,
     ) -> None:
         self.connector = connector
         self.sender = sender
         self.receiver = receiver
-        self.waits = list(waits)
+        self.loads = loads
+        self.tiers = loads.tiers if loads else KVTiers()
+        self.waits = [*waits, loads] if loads else list(waits)
 
     @classmethod
     def over(
@@ -169,11 +175,12 @@ class RemoteKV:
         pool: BlockPool,
         max_length: int,
         timeout_seconds: float,
+        loads: TierLoads | None = None,
     ) -> "RemoteKV":
         """Return a connector with new stages. timeout_seconds: how long a request may wait for its KV."""
         sender = stages.sender(connector.sender, pool, max_length)
         receiver = stages.receiver(connector.receiver, pool, timeout_seconds)
-        return cls(connector, sender, receiver, (receiver,))
+        return cls(connector, sender, receiver, (receiver,), loads)
 
     def build_metadata(self) -> Any | None:
         """Return the step's orders to the ranks, or None."""

@@ -52,6 +52,7 @@ class Results:
         self._pool = pool
         self._queues = queues
         self._remote_kv = remote_kv
+        self._tiers = remote_kv.tiers
         self._totals = totals
         self._limits = limits
         self._clock = clock
@@ -114,7 +115,8 @@ class Results:
         num_full = request.num_computed_tokens // self._pool.block_size
         if num_full > request.num_indexed_blocks:
             start = request.num_indexed_blocks
-            self._pool.enter(request.key, start, request.block_hashes[start:num_full])
+            hashes = request.block_hashes[start:num_full]
+            self._tiers.offer(self._pool.enter(request.key, start, hashes), hashes)
             request.num_indexed_blocks = num_full
 
     def _apply_first_tokens(self, request: Request, sampled: list[FirstToken]) -> None:
@@ -196,6 +198,7 @@ class Results:
             )
         message = f"{what} after {request.num_tokens} tokens"
         self._pool.forget_content(request.key)
+        self._tiers.forget(request.block_hashes)
         self._totals.num_corrupted += 1
         self._live.finish(request, Finish.with_error(ErrorKind.INTERNAL, message))
 

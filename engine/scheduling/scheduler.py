@@ -94,6 +94,13 @@ class Scheduler(SchedulerState):
                 self._results.apply_step(running, num_tokens, runner_output)
         # The tokens that the masks of a step which runs ahead depend on are known only now.
         self.batcher.next_step.add_masks()
+        # Behind each step, and before the next one is planned: blocks that it fills are held before they can be taken.
+        num_free = self.pool.num_free_blocks
+        self.remote_kv.tiers.advance(self._num_spare_blocks, is_idle=not self.queues.running.requests)
+        if self.pool.num_free_blocks > num_free and (
+            self.queues.waiting.requests or self.remote_kv.receiver.unserved
+        ):
+            self.live.has_changes = True
         return self.live.outbox.flush()
 
     def note_duration(self, scheduled: SchedulerOutput, seconds: float) -> None:
@@ -141,8 +148,15 @@ class Scheduler(SchedulerState):
                 self.live.finish(ready.request, ready.finish)
             elif ready.request.received is not None:
                 self._results.apply_received(ready.request)
+            elif self.pool.num_blocks_of(ready.request.key):  # they came from a tier
+                self.queues.arrived.add(ready.request)
             else:
                 self.queues.waiting.add(ready.request)
+
+    def _num_spare_blocks(self) -> int:
+        """Return how many free blocks no running request lacks, now or for its next token."""
+        num_awaited = self.queues.num_promised_blocks(self.pool) + len(self.queues.running.requests)
+        return self.pool.num_free_blocks - num_awaited
 
     # Requests enter and finish.
 
@@ -196,7 +210,10 @@ class Scheduler(SchedulerState):
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached content; return False, and do nothing, while a block is in use."""
+        self.remote_kv.tiers.settle()  # blocks that are held for a copy are not in use
         was_reset = self.pool.reset_prefix_cache()
+        if was_reset:
+            self.remote_kv.tiers.reset()
         self.totals.prefix_cache.reset |= was_reset
         return was_reset
 

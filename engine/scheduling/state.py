@@ -9,6 +9,7 @@ from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.interface import SchedulerInterface
 from engine.scheduling.live_requests import Intake, Limits, LiveRequests
 from engine.scheduling.remote_kv import NoTransfers, RemoteKV
+from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.outbox import Outbox
 from engine.scheduling.requests.queues import BatchQueues
 from engine.scheduling.requests.request import Request
@@ -42,12 +43,14 @@ class SchedulerState(SchedulerInterface):
         self.totals = Totals()
         # Every block has one owner, the pool; a request holds blocks by its key.
         self.pool = pool
-        # The requests that could run, and the policy that gives them the steps' tokens and blocks.
+        # The requests that could run; ``batcher`` is the policy that gives them the steps' tokens and blocks.
         self.queues = BatchQueues()
-        self.batcher = Batcher(self.queues, pool, settings, limits.max_length, self.totals, clock)
         # What other requests wait for. One whose last wait is over moves to the queues, in ``process_events``.
         self.remote_kv = remote_kv
         self.waits = Waits((*remote_kv.waits, grammars, *stages), deadlines)
+        self.batcher = Batcher(
+            self.queues, pool, settings, limits.max_length, self.totals, clock, self.waits, remote_kv.loads
+        )
         # All of them, waiting or queued, from ``intake`` until their one ``finish``.
         self.live = LiveRequests(pool, self.queues, self.waits, remote_kv, deadlines, Outbox(self.totals))
         self.intake = Intake(self.live, grammars, self.totals, limits, pool.block_size, clock)
@@ -61,7 +64,8 @@ class SchedulerState(SchedulerInterface):
 
     def needs_step(self) -> bool:
         """See SchedulerInterface."""
-        return bool(self.queues.running.requests) or self.has_changes()
+        # What a tier has stored is recorded after any step; it is no reason to decide a step anew.
+        return bool(self.queues.running.requests) or self.has_changes() or self.remote_kv.tiers.has_stored
 
     def has_changes(self) -> bool:
         """Return whether something has happened since the last step was decided."""
@@ -138,4 +142,17 @@ class SchedulerState(SchedulerInterface):
             step_seconds=self.step_times.seconds,
             prefix_cache_stats=self.totals.prefix_cache,
             num_corrupted_reqs=self.totals.num_corrupted,
+            num_swapped_reqs=self._num_swapped(),
+        )
+
+    def _num_swapped(self) -> int:
+        """Return how many preempted requests have their first block in a tier."""
+        tiers = self.remote_kv.tiers
+        if not tiers.tiers:
+            return 0
+        return sum(
+            request.status is RequestStatus.PREEMPTED
+            and bool(request.block_hashes)
+            and tiers.holds(request.block_hashes[0])
+            for request in self.queues.waiting.requests
         )

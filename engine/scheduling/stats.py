@@ -33,6 +33,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     kv_cache_usage: 0..1. num_queued_prompt_tokens: tokens of prompts that are not computed yet. num_leases: finished prompts
     whose KV is still lent. num_fetches: requests that wait for KV from another engine. prefill_seconds_per_token,
     step_seconds: see ``StepTimes``. num_corrupted_reqs: requests that ended because of NaN logits.
+    num_swapped_reqs: preempted requests that resume with blocks from a KV tier.
     """
 
     num_running_reqs: int = 0
@@ -46,6 +47,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     step_seconds: float | None = None
     prefix_cache_stats: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
     num_corrupted_reqs: int = 0
+    num_swapped_reqs: int = 0
 
 
 class Totals(msgspec.Struct, kw_only=True):

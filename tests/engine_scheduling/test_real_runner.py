@@ -62,3 +62,36 @@ async def test_both_clients_give_the_same_tokens(model: Path) -> None:
             assert counted["num_preemptions_total"] > 0
         finally:
             await cramped.shutdown()
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+async def test_a_cramped_engine_with_a_tier_gives_the_same_tokens_and_loads_blocks(
+    model: Path, batching: dict[str, Any]
+) -> None:
+    """A17: preempted requests, and prompts whose prefix was evicted, get real blocks back from host memory."""
+    roomy = await InProcessClient.start(EngineSettings(model=model, kv_cache_bytes=2**22))
+    try:
+        expected = await answers(roomy)
+    finally:
+        await roomy.shutdown()
+    block_bytes = roomy.info.layout.block_bytes
+    cramped = await InProcessClient.start(
+        EngineSettings(
+            model=model,
+            kv_cache_bytes=6 * block_bytes,
+            host_kv_bytes=64 * block_bytes,
+            max_model_len=80,
+            max_num_seqs=4,
+            **batching,
+        )
+    )
+    try:
+        for _ in range(3):
+            assert await answers(cramped) == expected
+        counted = await cramped.call("counters")
+        assert counted["kv_tier_loaded_blocks_total{tier=host}"] > 0
+        assert counted["kv_tier_failed_blocks_total{tier=host}"] == 0
+        num_stored = counted["kv_tier_stored_blocks_total{tier=host}"]
+        assert counted["kv_tier_bytes{tier=host}"] == block_bytes * num_stored
+    finally:
+        await cramped.shutdown()

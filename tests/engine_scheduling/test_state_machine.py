@@ -29,11 +29,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     runs_ahead = False
     batching: ClassVar[dict[str, Any]] = {"max_num_batched_tokens": 6}
+    memory: ClassVar[dict[str, Any]] = {"kv_cache_bytes": 14}
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = SteppedEngine(
-            kv_cache_bytes=14, max_num_seqs=3, remote_kv_timeout_seconds=5.0, **self.batching
+            max_num_seqs=3, remote_kv_timeout_seconds=5.0, **self.memory, **self.batching
         )
         self.engine.executor.runs_ahead = self.runs_ahead
         self.engine_request: dict[str, EngineRequest] = {}

@@ -218,7 +218,7 @@ class DecodeSide(EngineSide):
                 f"{self.boot}: a read for {key} writes into block {block}, which is"
                 f" {'held by ' + owner if owner else 'free'}"
             )
-        if self.pool._index.holds(block):
+        if self.pool._index.content_of(block):
             raise LawBrokenError(f"{self.boot}: a read for {key} writes into block {block}, which is visible")
 
     def tidy(self) -> None:

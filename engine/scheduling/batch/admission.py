@@ -1,16 +1,17 @@
 """The allocation of blocks in a step: to requests that start, and to running ones, for which others are preempted.
 
 Requests start in the order of their precedence (priority, then arrival), whether they are new, were preempted, or have KV
-that arrived from another worker. Blocks are allocated on demand, except for a prefill leg: it gets those of its whole prompt
-at once or does not start, because it is never preempted: another worker reads its blocks (law 4).
+that arrived from another worker or from a tier. Blocks are allocated on demand, except for a prefill leg: it gets those of
+its whole prompt at once or does not start, because it is never preempted: another worker reads its blocks (law 4).
 
 A request is preempted when a running one needs a block for its next tokens and none is free. The last one in precedence
-loses its blocks and is queued again, to be recomputed from its first token; it may be the request that needs the block.
-So the first of all always advances, and two requests cannot preempt each other in turns. Requests that wait cause no
-preemption: they start if blocks are free.
+loses its blocks and is queued again, to be recomputed behind the blocks that the cache or a KV tier has; it may be the
+request that needs the block. So the first of all always advances, and two requests cannot preempt each other in turns.
+Requests that wait cause no preemption: they start if blocks are free.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 from engine.scheduling.batch.fair_steps import FairStep
@@ -21,10 +22,15 @@ from engine.scheduling.requests.queues import BatchQueues, PriorityQueue, comes_
 from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.step_plan import ScheduledRequest, StepPlan
 from engine.scheduling.stats import Totals
+from engine.scheduling.tiers.loads import TierLoads
+from engine.scheduling.waits.waits import Waits
 
 
 class Admission:
-    """Starts requests that are queued, allocates their first blocks, and counts what the cache held of them."""
+    """Starts requests that are queued, allocates their first blocks, and counts what the cache held of them.
+
+    loads: the wait stage of requests whose blocks are in a KV tier, one of ``waits``; None without tiers.
+    """
 
     def __init__(
         self,
@@ -33,7 +39,11 @@ class Admission:
         max_num_seqs: int,
         totals: Totals,
         clock: Callable[[], float],
+        waits: Waits,
+        loads: TierLoads | None,
     ) -> None:
+        self._waits = waits
+        self._loads = loads
         self._queues = queues
         self._pool = pool
         self._max_num_seqs = max_num_seqs
@@ -43,7 +53,8 @@ class Admission:
     @property
     def has_room(self) -> bool:
         """True while another request could run."""
-        return len(self._queues.running.requests) < self._max_num_seqs
+        num_loading = len(self._loads.waiting) if self._loads else 0
+        return len(self._queues.running.requests) + num_loading < self._max_num_seqs
 
     def start_requests(
         self, plan: StepPlan, step: FairStep, unserved: Request | None, stage: Stage = Stage.MIXED
@@ -53,6 +64,7 @@ class Admission:
         While ``unserved``, outside the queues, lacks blocks, only the first waiting request may pass it.
         """
         queues = self._queues
+        promised = partial(queues.num_promised_blocks, self._pool)
         has_blocks = stage is not Stage.DECODE
         while plan.budget > 0 and self.has_room:
             arrived = step.next_of(queues.arrived, stage)
@@ -64,13 +76,23 @@ class Admission:
             )
             # One that has arrived needs no more blocks to start, and must run to free those that it holds.
             if arrived and comes_first(arrived, waiting):
+                # One, unless a tier had only a part of what is known.
+                num_tokens = min(arrived.num_missing_tokens, plan.budget)
+                if num_tokens < arrived.num_missing_tokens and stage is Stage.PREFILL and plan.entries:
+                    return
                 self._start(arrived, queues.arrived)
-                plan.add(ScheduledRequest(arrived, 1, self._pool.table_of(arrived.key)))
-                step.on_start(arrived, 0)
+                blocks = self._pool.table_of(arrived.key)
+                plan.add(ScheduledRequest(arrived, num_tokens, blocks, arrived.is_known_to_runner))
+                step.on_start(arrived, num_tokens - 1)
                 continue
             if waiting is None or not self._has_place(waiting, stage):
                 return
-            entry = self._allocate(waiting, plan, stage) if comes_first(waiting, unserved) else None
+            may_start = comes_first(waiting, unserved)
+            if may_start and self._loads and self._loads.begin(waiting, promised):
+                queues.waiting.remove(waiting)
+                self._waits.enter(waiting, self._loads)
+                continue
+            entry = self._allocate(waiting, plan, stage) if may_start else None
             # One that lacks blocks holds up all that need some: else small requests would pass a large one for ever.
             has_blocks = entry is not None
             if entry is not None:

@@ -22,6 +22,8 @@ from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.step_plan import ScheduledRequest, StepPlan
 from engine.scheduling.requests.stopping import add_bitmask, ends_with_next_token, stop_tokens
 from engine.scheduling.stats import Totals
+from engine.scheduling.tiers.loads import TierLoads
+from engine.scheduling.waits.waits import Waits
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class NextStep:
 class Batcher:
     """Plans steps: moves requests between ``queues``, and takes their blocks from the pool.
 
-    max_length: tokens that prompt and answer may have together.
+    max_length: tokens that prompt and answer may have together. waits, loads: see ``Admission``.
     """
 
     def __init__(
@@ -161,9 +163,11 @@ class Batcher:
         max_length: int,
         totals: Totals,
         clock: Callable[[], float],
+        waits: Waits,
+        loads: TierLoads | None,
     ) -> None:
         self.fair_steps = FairSteps(options.max_key_slowdown, clock)
-        self.admission = Admission(queues, pool, options.max_num_seqs, totals, clock)
+        self.admission = Admission(queues, pool, options.max_num_seqs, totals, clock, waits, loads)
         self.next_step = NextStep(queues, pool, self.admission, options.max_num_batched_tokens, max_length)
         self.policy = make_policy(options, queues, clock)
         self._preemption = Preemption(queues, pool)

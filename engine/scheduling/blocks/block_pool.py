@@ -47,9 +47,9 @@ class PrefixIndex:
         if block_hash is not None:
             del self._block_by_hash[block_hash]
 
-    def holds(self, block_id: int) -> bool:
-        """Return whether the block's content can be found."""
-        return block_id in self._hash_by_block
+    def content_of(self, block_id: int) -> BlockHash | None:
+        """Return the hash by which the block's content can be found; None if it cannot."""
+        return self._hash_by_block.get(block_id)
 
     def clear(self) -> None:
         """Drop all entries."""
@@ -137,10 +137,23 @@ class BlockPool:
         """Return how many blocks the holder holds."""
         return len(self._tables.get(holder, ()))
 
-    def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> None:
-        """Let the holder's blocks from its ``start``-th on, which are full and computed or verified, be found by content."""
+    def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> list[int]:
+        """Let the holder's blocks from its ``start``-th on, which are full and computed or verified, be found by content.
+
+        Returns these blocks.
+        """
+        block_ids = self._tables[holder][start : start + len(hashes)]
         if self._caches_prefixes:
-            self._index.enter(self._tables[holder][start : start + len(hashes)], hashes)
+            self._index.enter(block_ids, hashes)
+        return block_ids
+
+    def has_content(self, block_id: int, block_hash: BlockHash) -> bool:
+        """Return whether this content can be found, and is found in this block."""
+        return self._index.content_of(block_id) == block_hash
+
+    def is_free(self, block_id: int) -> bool:
+        """Return whether the block has no holder, and may be taken."""
+        return block_id in self._free
 
     def forget_content(self, holder: str) -> None:
         """Let the content of the holder's blocks, which is corrupt, not be found any more."""
@@ -208,7 +221,7 @@ class BlockPool:
         assert sorted(states) == list(range(self.num_blocks)), "a block is in no state, or in two"
         assert sum(self.count_by_state().values()) == self.num_blocks
         self._index.check_integrity()
-        assert not any(self._index.holds(block) for block in quarantined)
+        assert not any(self._index.content_of(block) for block in quarantined)
 
     def _drop_reference(self, block: int) -> None:
         self._references[block] -= 1

@@ -11,8 +11,8 @@ class RequestStatus(Enum):
     """The stages of a request's life.
 
     WAITING: for its first step (or, with KV that has arrived, for a place in the batch). WAITING_FOR_FSM: for its
-    grammar. WAITING_FOR_REMOTE_KVS: for KV that another worker computes. PREEMPTED: it lost its blocks and will be
-    recomputed. FINISHED_IGNORED: it was refused, because it can never run here.
+    grammar. WAITING_FOR_REMOTE_KVS: for KV that another worker computes, or that a tier has. PREEMPTED: it lost its blocks,
+    which come from a tier or are recomputed. FINISHED_IGNORED: it was refused, because it can never run here.
     """
 
     WAITING = auto()

@@ -85,7 +85,7 @@ class BatchQueues:
     """Owns the three queues; a request is in one of them at most.
 
     running: take part in steps. waiting: hold no blocks (new ones and preempted ones). arrived: wait for a place in the
-    batch only; their prompt's KV is in their blocks already.
+    batch only: the KV that came from another worker or a tier is in their blocks, and the rest has its blocks.
     """
 
     def __init__(self) -> None:

@@ -138,8 +138,11 @@ class WaitStage(Protocol):
     def give_up(self, request: Request) -> bool:
         """End the wait of a request that finishes; return whether this freed its blocks, or quarantined them."""
 
-    def overdue(self, request: Request, seconds: float) -> Finish:
-        """Return how a request finishes that has had this stage's status for ``seconds``."""
+    def overdue(self, request: Request, seconds: float) -> Finish | None:
+        """Return how a request finishes that has had this stage's status for ``seconds``.
+
+        None if it goes on without what it waited for: ``pop_ready`` returns it.
+        """
 
     def check_integrity(self, requests: Mapping[str, Request]) -> None:
         """Assert that the stage's own records match the live requests, by key."""
@@ -181,6 +184,11 @@ class Waits:
             self._enter_first(request)
         return bool(needed)
 
+    def enter(self, request: Request, stage: WaitStage) -> None:
+        """Let a request wait that was queued until now; it has begun to wait in this stage."""
+        self._pending[request.key] = [stage]
+        self._enter_first(request)
+
     def pop_ready(self) -> Iterator[Ready]:
         """Yield the requests that have left their last stage, and those that failed.
 
@@ -198,7 +206,7 @@ class Waits:
         return any(returned)
 
     def overdue(self, request: Request, deadline: Deadline) -> Finish | None:
-        """Return how a request finishes at the deadline of a stage; None if it has left the stage."""
+        """Return how a request finishes at the deadline of a stage; None if it has left the stage, or goes on."""
         first = next(iter(self._pending.get(request.key, ())), None)
         return first.overdue(request, deadline.seconds) if first and first.name == deadline.stage else None
 
@@ -216,7 +224,9 @@ class Waits:
         stages.remove(stage)
         if not stages:
             del self._pending[request.key]
-            request.status = RequestStatus.WAITING
+            # One that has run before is resumed: the runner still keeps it.
+            is_new = not request.is_known_to_runner
+            request.status = RequestStatus.WAITING if is_new else RequestStatus.PREEMPTED
         elif is_first:
             self._enter_first(request)
         return not stages

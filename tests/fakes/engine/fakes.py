@@ -19,9 +19,11 @@ from contract.layout import KVLayout
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams, choice_seed
 from engine.connector import Computed, RankConnector, RanksConnector
+from engine.kv_tiers.storage import TierStorage
 from engine.models.config import ModelInfo
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
 from engine.settings import EngineSettings
+from tests.fakes.engine.tiers import FakeTierStorage
 
 FAKE_VOCAB_SIZE = 1000
 FAKE_MAX_MODEL_LEN = 256
@@ -337,6 +339,7 @@ class FakeExecutor:
         )
         self.memory = FakeMemory(settings.kv_cache_bytes or 64, settings.block_size)
         self.runner = FakeRunner(self.memory)
+        self.tiers: list[FakeTierStorage] = []
         self.is_shut_down = False
         self.runs_ahead = False
 
@@ -354,6 +357,12 @@ class FakeExecutor:
         rank = connector.in_process()
         rank.start(self.memory)
         self.runner.connector = rank
+
+    def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
+        """Open a tier of ``host_kv_bytes`` blocks, if that is not 0."""
+        if settings.host_kv_bytes:
+            self.tiers.append(FakeTierStorage(self.memory, settings.host_kv_bytes))
+        return [*self.tiers]
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step."""
@@ -374,6 +383,8 @@ class FakeExecutor:
     def shutdown(self) -> None:
         """Close the connector's half."""
         self.is_shut_down = True
+        for tier in self.tiers:
+            tier.close()
         if self.runner.connector:
             self.runner.connector.close()
 

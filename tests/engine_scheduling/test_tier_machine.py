@@ -1,0 +1,87 @@
+"""The scheduler with a KV tier under any order of events: copies are late, cut short, cancelled and damaged.
+
+The FakeRunner notices KV that came from a wrong or damaged slot, and what a late copy has overwritten.
+"""
+
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from tests.engine_scheduling.stepping import fake_request
+from tests.engine_scheduling.test_state_machine import MachineOfWholePrompts, SchedulerMachine
+from tests.soak_settings import machine_settings, soaked
+
+
+class MachineWithTier(SchedulerMachine):
+    """A tier keeps copies of blocks. They are made at any time, of a part of the blocks, and slots are damaged."""
+
+    memory: ClassVar[dict[str, Any]] = {"kv_cache_bytes": 10, "host_kv_bytes": 16, "max_model_len": 36}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = self.engine.executor.tiers[0]
+
+    @rule(is_late=st.booleans(), has_begun=st.booleans())
+    def copy(self, is_late: bool, has_begun: bool) -> None:
+        """Make all copies, and let the next ones wait; or let the first one begin, which cannot be stopped then."""
+        if has_begun:
+            self.tier.begin()
+        else:
+            self.tier.settle()
+        self.tier.is_late = is_late
+
+    @rule(name=st.sampled_from("abcdefgh"), max_tokens=st.integers(4, 12), times=st.integers(0, 30))
+    def compute_a_prompt(self, name: str, max_tokens: int, times: int) -> None:
+        """One of a few long prompts, so that they evict each other, and come again."""
+        prompt = [ord(name)] * 12 + [self.num_requests % 2]
+        self.ask(fake_request(f"r{self.num_requests}", prompt, max_tokens, deadline_seconds=20.0))
+        self.engine.step(times)
+
+    @rule(num_kept=st.integers(0, 2))
+    def fill_the_tier(self, num_kept: int) -> None:
+        self.tier.num_stores_kept = num_kept
+
+    @precondition(lambda self: self.tier.contents)
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        self.tier.damage(data.draw(st.sampled_from(sorted(self.tier.contents))))
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        """A copy to the tier is no use of its blocks: it is waited for."""
+        states = self.engine.pool.count_by_state()
+        is_idle = set(self.engine.pool.holders()) <= {"tier:host"} and not states["quarantined"]
+        assert self.engine.core.call("reset_prefix_cache", []) is is_idle
+
+    @rule()
+    def run(self) -> None:
+        self.tier.settle()
+        self.engine.run()
+        self.finish_copies()
+        self.assert_idle_for_a_reason()
+
+    def finish_copies(self) -> None:
+        """Let every copy be made, and the engine go on, until neither has anything to do."""
+        while self.tier.has_jobs:
+            self.tier.settle()
+            self.engine.run()
+
+    def teardown(self) -> None:
+        self.tier.is_late = False
+        self.finish_copies()
+        super().teardown()
+
+
+TestWithTier = MachineWithTier.TestCase
+TestWithTier.settings = machine_settings(40, 50)
+TestWithTier.runTest = soaked(TestWithTier.runTest)  # type: ignore[method-assign]
+
+
+class MachineWithTierOfWholePrompts(MachineWithTier, MachineOfWholePrompts):
+    """With a tier on a device, and the other policy."""
+
+
+TestWithTierOfWholePrompts = MachineWithTierOfWholePrompts.TestCase
+TestWithTierOfWholePrompts.settings = machine_settings(20, 50)
+TestWithTierOfWholePrompts.runTest = soaked(TestWithTierOfWholePrompts.runTest)  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""A public fake of a tier's storage, whose copies are made when a test lets them be made."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from engine.kv_tiers.storage import BlockCopy
+
+if TYPE_CHECKING:
+    from tests.fakes.engine.fakes import FakeMemory
+
+
+class FakeTierStorage:
+    """Fulfils ``TierStorage`` over a FakeMemory.
+
+    is_late: copies wait for ``carry_out``; else they are made at once. contents: by slot, what it has, and the hash of that.
+    num_stores_kept: the next store keeps only so many blocks, as a full disk does.
+    """
+
+    name = "host"
+    slot_bytes = 1
+
+    def __init__(self, memory: "FakeMemory", num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.is_late = False
+        self.is_closed = False
+        self.contents: dict[int, tuple[list[int | None], bytes]] = {}
+        self.num_stores_kept: int | None = None
+        self.stores: list[list[BlockCopy]] = []
+        self.loads: list[list[BlockCopy]] = []
+        self._memory = memory
+        self._of_loads: list[Future[int]] = []
+        self._jobs: list[tuple[Future[int], Callable[[], int]]] = []
+
+    def store(self, copies: Sequence[BlockCopy]) -> "Future[int]":
+        """Copy blocks to slots, now or later."""
+        self.stores.append(list(copies))
+        return self._add(lambda: self._store(copies))
+
+    def load(self, copies: Sequence[BlockCopy]) -> "Future[int]":
+        """Copy slots to blocks, now or later."""
+        self.loads.append(list(copies))
+        future = self._add(lambda: self._load(copies))
+        self._of_loads.append(future)
+        return future
+
+    @property
+    def has_jobs(self) -> bool:
+        """True while a copy waits."""
+        return any(not future.cancelled() for future, _ in self._jobs)
+
+    def begin(self) -> None:
+        """Let the first copy begin that was not cancelled; it cannot be cancelled any more."""
+        self._jobs = [job for job in self._jobs if not job[0].cancelled()]
+        if self._jobs and not self._jobs[0][0].running():
+            self._jobs[0][0].set_running_or_notify_cancel()
+
+    def carry_out(self) -> None:
+        """Make the first copy that waits and was not cancelled."""
+        self.begin()
+        if self._jobs:
+            future, copy = self._jobs.pop(0)
+            future.set_result(copy())
+
+    def damage(self, slot: int) -> None:
+        """Let the slot's content be not what was stored."""
+        self.contents[slot] = (self.contents[slot][0], b"damaged")
+
+    def settle_stores(self) -> None:
+        """Make the copies before the first load."""
+        while self._jobs and self._jobs[0][0] not in self._of_loads:
+            self.carry_out()
+
+    def settle(self) -> None:
+        """Make all copies."""
+        while self._jobs:
+            self.carry_out()
+
+    def close(self) -> None:
+        """Make all copies."""
+        self.settle()
+        self.is_closed = True
+
+    def _add(self, copy: Callable[[], int]) -> "Future[int]":
+        future: Future[int] = Future()
+        self._jobs.append((future, copy))
+        if not self.is_late:
+            self.settle()
+        return future
+
+    def _store(self, copies: Sequence[BlockCopy]) -> int:
+        num_kept = len(copies) if self.num_stores_kept is None else self.num_stores_kept
+        self.num_stores_kept = None
+        for copy in copies[:num_kept]:
+            self.contents[copy.slot] = list(self._memory.slots[copy.block_id]), copy.block_hash
+        return min(num_kept, len(copies))
+
+    def _load(self, copies: Sequence[BlockCopy]) -> int:
+        for num_intact, copy in enumerate(copies):
+            content, block_hash = self.contents[copy.slot]
+            if block_hash != copy.block_hash:
+                self._memory.scribble([copy.block_id])
+                return num_intact
+            self._memory.slots[copy.block_id] = list(content)
+        return len(copies)
