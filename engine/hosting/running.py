@@ -42,14 +42,14 @@ class EnginePlan:
 
 
 def run_engine(
-    plan: EnginePlan, inbox: Inbox, emit: Emit, started: Callable[[StepLoop], None] = _nothing
+    plan: EnginePlan, inbox: Inbox, emit: Emit, on_start: Callable[[StepLoop], None] = _nothing
 ) -> bool:
     """Build a core and run it until Shutdown; return whether it ended as asked.
 
     The first message is Ready or StartFailed, the last one Stopped. All exceptions are caught here; one in a step ends
     every request with an error, of the exception's own kind if it has one, else "internal".
 
-    started: receives the loop before the first message. Other threads may call its ``progress`` and ``expect``.
+    on_start: receives the loop before the first message. Other threads may call its ``progress`` and ``expect``.
     """
     core: EngineCore | None = None
     try:
@@ -61,7 +61,7 @@ def run_engine(
             gate=plan.gate(inbox.put) if plan.gate is not None else None,
         )
         loop = StepLoop(core, inbox, emit, plan.idle_seconds)
-        started(loop)
+        on_start(loop)
         emit(Ready(core.info))
         loop.run()
         send_outputs(core, core.shutdown(), emit)

@@ -141,8 +141,8 @@ class SendNotice(Enum):
     """An action of a ``Send`` without data.
 
     START: announce to the fetching peer that the prompt is being computed. COMPLETE: announce the end of the transfer, with
-    the first token of every choice. REVOKE: serve no more reads of this lease; answered by one call of ``readers_gone``.
-    SENT: report the key in ``finished_sending``.
+    the first token of every choice. REVOKE: serve no more reads of this lease; answered by one call of
+    ``send_side.on_readers_gone``. SENT: report the key in ``finished_sending``.
     """
 
     START = auto()

@@ -246,7 +246,7 @@ class Read:
         """True if progress is reported to a caller."""
         return self._on_landed is not None
 
-    def on_landed(self, num_blocks: int) -> None:
+    def report_landed(self, num_blocks: int) -> None:
         """Report that the request's first ``num_blocks`` have their bytes and are not written to any more.
 
         A transport may call it, in the thread that fetches. Only the end of the read shows if the lease was valid.
@@ -257,7 +257,7 @@ class Read:
 
     @contextmanager
     def reporting(self, on_landed: Callable[[int], None]) -> Iterator[None]:
-        """Have ``landed`` call ``on_landed``, and nothing else, within."""
+        """Have ``report_landed`` call ``on_landed``, and nothing else, within."""
         before = self._on_landed
         self._on_landed = on_landed
         try:

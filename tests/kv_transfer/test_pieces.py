@@ -71,7 +71,7 @@ class PlayedReceiver:
             end = min(start + self._per_piece, len(views))
             for block, view in enumerate(views[start:end], request.first_block + start):
                 view[:] = bytes([block % 256]) * len(view)
-            read.on_landed(end)
+            read.report_landed(end)
 
     def forget(self, source: Source) -> None:
         """Nothing."""

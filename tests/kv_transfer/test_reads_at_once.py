@@ -124,7 +124,7 @@ class AtHand:
         read.check()
         for view in views:
             view[:] = b"\7" * len(view)
-        read.on_landed(request.num_blocks)
+        read.report_landed(request.num_blocks)
 
     def forget(self, _source: Source) -> None:
         """Do nothing."""

@@ -177,7 +177,7 @@ class _Peer(PeerConnection):
             self._check_link()
             if pool.has_ended(leases):
                 raise lease_ended(request, self._who, f"while blocks {start}..{end - 1} of {count}")
-            read.on_landed(end)
+            read.report_landed(end)
 
     def _map_pool(self) -> _MappedPool:
         try:

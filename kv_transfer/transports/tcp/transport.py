@@ -256,7 +256,7 @@ class _Connection(DataPortConnection):
                 if at == start:
                     _expect_ok(answers, piece)
                     left_out = 0
-                read.on_landed(last)
+                read.report_landed(last)
         except ShortReadError as error:
             if left_out:
                 _expect_ok(answers[: error.num_bytes], piece)
