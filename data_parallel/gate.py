@@ -1,5 +1,6 @@
 """The gate of a rank's steps: it starts none without the others."""
 
+import logging
 from functools import partial
 
 from data_parallel.member import Member
@@ -7,6 +8,8 @@ from data_parallel.options import GroupPlan
 from engine.settings import EngineSettings
 from engine.stepping.gate import StepGate, Work
 from engine.stepping.loop import Put
+
+logger = logging.getLogger(__name__)
 
 
 class GroupGate(StepGate):
@@ -50,9 +53,18 @@ class GroupGate(StepGate):
         """See StepGate."""
 
     def complete_settings(self, settings: EngineSettings) -> EngineSettings:
-        """See StepGate: the place where the ranks' collectives find each other."""
+        """See StepGate: the place where the ranks' collectives find each other.
+
+        Drafts are off: whether they are worth their time is measured by one engine, and all ranks would wait for its steps.
+        """
         plan = self._member.plan
+        if settings.speculate != "none":
+            logger.warning(
+                "speculate is %s and has no effect: the engines of a data-parallel group do not speculate",
+                settings.speculate,
+            )
         found = {
+            "speculate": "none",
             "data_parallel_rank": plan.dp_rank,
             "data_parallel_store": self._member.store_address,
             "data_parallel_host": plan.host,

@@ -60,6 +60,16 @@ class BatchingOptions(Options):
     """Maximum share of time for which steps may be delayed so that arriving requests can join them; 0: never."""
     max_key_slowdown: float = Field(default=1.25, ge=0, allow_inf_nan=False)
     """Factor by which the requests of one API key may lengthen the steps of other keys; 0: no limit."""
+    speculate: Literal["none", "ngram"] = "none"
+    """Guess coming tokens and verify several in one step; ngram: what followed the last tokens where they occurred before in
+    prompt or answer. The tokens of an answer do not change; it helps where answers repeat parts of their prompts."""
+    num_speculative_tokens: int = Field(default=8, ge=1, le=32)
+    """Maximum number of guessed tokens of a request in a step; fewer where they are seldom right or steps are long."""
+
+    @property
+    def max_num_decode_tokens(self) -> int:
+        """The largest number of tokens in a step that only continues answers; each has a row of logits."""
+        return self.max_num_seqs + (0 if self.speculate == "none" else self.num_speculative_tokens)
 
     @property
     def max_prompt_tokens(self) -> int | None:

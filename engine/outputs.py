@@ -64,41 +64,62 @@ class SchedulerOutput:
     """One forward pass. ``num_scheduled_tokens`` counts tokens to process, not tokens to generate.
 
     block_copies: (from, to) of KV blocks that are copied before anything is computed.
+    scheduled_spec_decode_tokens: request → drafts, which are computed behind its newest token: all its scheduled tokens but
+    one. Only in steps in which all requests continue their answers. num_draft_tokens: request → number of drafts that the
+    runner proposes behind the tokens of this step.
     structured_output_request_ids: request → its row of ``grammar_bitmask``, int32 ``[num_rows, ceil(vocab_size / 32)]``,
     for those with a grammar that sample a token in this step: token t is allowed if bit t % 32 of word t // 32 is set.
+    A row for the token behind each draft follows it.
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    num_draft_tokens: dict[str, int] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     structured_output_request_ids: dict[str, int] = field(default_factory=dict)
     grammar_bitmask: NDArray[np.int32] | None = None
     kv_connector_metadata: Any | None = None
 
+    @property
+    def is_decode_only(self) -> bool:
+        """True if each request computes one known token, and drafts behind it."""
+        is_short = self.total_num_scheduled_tokens == len(self.num_scheduled_tokens)
+        return is_short or bool(self.scheduled_spec_decode_tokens)
+
     def add_grammar_output(self, masks: GrammarOutput) -> None:
         """Set the masks of an order that was made without them."""
         self.structured_output_request_ids = masks.structured_output_request_ids
         self.grammar_bitmask = masks.grammar_bitmask
 
-    def bitmask_of(self, req_id: str) -> NDArray[np.int32] | None:
-        """Return the tokens that the request may sample; None if it has no grammar, or samples nothing."""
+    def bitmask_of(self, req_id: str, place: int = 0) -> NDArray[np.int32] | None:
+        """Return the tokens that the request may sample; None if it has no grammar, or samples nothing.
+
+        place: the number of its drafts before the sampled token.
+        """
         row = self.structured_output_request_ids.get(req_id)
-        return None if row is None or self.grammar_bitmask is None else self.grammar_bitmask[row]
+        return None if row is None or self.grammar_bitmask is None else self.grammar_bitmask[row + place]
 
 
 class LogprobsLists(NamedTuple):
     """Log probabilities of the sampled tokens, row i for request i.
 
     logprob_token_ids, logprobs: ``[num_reqs, k + 1]``, the sampled token first, then the k best in order.
-    sampled_token_ranks: ``[num_reqs]``, 1 is the best token.
+    sampled_token_ranks: ``[num_reqs]``, 1 is the best token. cu_num_generated_tokens: ``[num_reqs]``, the first row of each
+    request, if one of them has sampled several tokens; a row for each token follows it.
     """
 
     logprob_token_ids: list[list[int]]
     logprobs: list[list[float]]
     sampled_token_ranks: list[int]
+    cu_num_generated_tokens: list[int] | None = None
+
+    def first_row_of(self, index: int) -> int:
+        """Return the row of the first token of request ``index``; its further tokens have the next rows."""
+        return index if self.cu_num_generated_tokens is None else self.cu_num_generated_tokens[index]
 
 
 @dataclass
@@ -113,6 +134,8 @@ class OtherChoices:
 class ModelRunnerOutput:
     """The results of one forward pass. A request whose prompt is not finished has an empty list of sampled ids.
 
+    sampled_token_ids: row i for request i; several tokens where its first drafts were equal to the tokens sampled in their
+    places. spec_token_ids: row i for request i, the drafts proposed behind these tokens; empty if none were requested.
     other_choices: by request, if its prompt is finished and it asks for several answers. prompt_logprobs_dict: by
     request, a row for each token of the prompt that follows one which was computed. pooler_output: empty if no request
     pools, else row i for request i: the float32 numbers of its embedding, None until its prompt is finished.
@@ -122,6 +145,7 @@ class ModelRunnerOutput:
     req_ids: list[str] = field(default_factory=list)
     req_id_to_index: dict[str, int] = field(default_factory=dict)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
+    spec_token_ids: list[list[int]] = field(default_factory=list)
     logprobs: LogprobsLists | None = None
     other_choices: dict[str, OtherChoices] = field(default_factory=dict)
     prompt_logprobs_dict: dict[str, LogprobsLists] = field(default_factory=dict)

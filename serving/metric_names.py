@@ -39,6 +39,12 @@ WORKER_METRICS: Mapping[str, Metric] = {
     "num_blocks": Metric("KV blocks of the pool, by state.", ("state",)),
     "prefix_cache_queries_total": Metric("Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits_total": Metric("Prompt tokens found in the prefix cache."),
+    "spec_decode_num_drafts_total": Metric("Guesses that steps have verified, one for a request in a step."),
+    "spec_decode_num_draft_tokens_total": Metric("Tokens of these guesses."),
+    "spec_decode_num_accepted_tokens_total": Metric("Guessed tokens that were right."),
+    "spec_decode_num_accepted_tokens_per_pos_total": Metric(
+        "Guessed tokens that were right, by their place in the guess.", ("position",)
+    ),
     "prompt_tokens_total": Metric("Prompt tokens computed."),
     "generation_tokens_total": Metric("Tokens sampled."),
     "cached_tokens_total": Metric("Prompt tokens of admitted requests that were found in the prefix cache."),

@@ -39,7 +39,7 @@ RETIRED_NAMES = re.compile(
     r"\b(Wish|Patience|WaitingLine|waiting_line|side_by_side|Relays?|_enrol|_welcome|has_news|hear_finished|is_under_way"
     r"|Boarding|SendDesk|FetchDesk|is_turning|Rung|Foresight|nixl_owner|Visit|strangers|let_go|cut_short"
     r"|give_way|Lending|GrantBook|JoinedRanks|RanksConnectorFactory|create_ranks_connector|turn_kernel|has_answers_only"
-    r"|FewRows|few_rows|Drafts|draft_next|router/link|worker\.link)\b"
+    r"|FewRows|few_rows|draft_next|router/link|worker\.link)\b"
 )
 
 IRREGULAR_PARTICIPLES = frozenset(
@@ -51,7 +51,7 @@ IRREGULAR_PARTICIPLES = frozenset(
 VERBS_IN_ED = frozenset("bleed embed feed need seed shed".split())
 """Verbs that look like a participle."""
 
-RETIRED_IDENTIFIERS = {"asked": "request", "drafts": "next_step"}
+RETIRED_IDENTIFIERS = {"asked": "request"}
 """Names in the product that said little; each with the word to begin from. In sentences the words are allowed."""
 
 DOC_COLUMNS = 100

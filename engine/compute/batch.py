@@ -1,6 +1,6 @@
 """The persistent batch: the runner's state of every request, and the two tables that hold it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -39,11 +39,14 @@ class RequestState:
     row: int | None = None
     parked_tokens: list[int] = field(default_factory=list)
 
-    def num_wanted(self, num_scheduled: int) -> int:
-        """Return the number of the step's last tokens whose final state is read: all, one, or none."""
+    def num_wanted(self, num_scheduled: int, num_drafts: int) -> int:
+        """Return the number of the step's last tokens whose final state is read.
+
+        All, the newest one and its drafts, or none. num_drafts: how many of the tokens are drafts.
+        """
         if self.sampling.prompt_logprobs is not None or (self.pooling and self.pooling.is_over_all_tokens):
             return num_scheduled
-        return int(self.num_computed_tokens + num_scheduled >= self.num_tokens)
+        return 1 + num_drafts if self.num_computed_tokens + num_scheduled >= self.num_tokens else 0
 
     @property
     def is_greedy(self) -> bool:
@@ -107,6 +110,7 @@ class InputBatch:
             if blocks or is_resumed:
                 self._write_blocks(state, blocks, is_replacement=is_resumed)
             state.num_computed_tokens = cached.num_computed_tokens[index]
+        self._write_drafts(scheduled.scheduled_spec_decode_tokens)
 
     def row_of(self, req_id: str) -> int:
         """Return the request's row. Raises InternalError for a request without one."""
@@ -122,14 +126,37 @@ class InputBatch:
     def append_tokens(self, states: Sequence[RequestState], drawn: Sequence[Sequence[int]]) -> None:
         """Append the sampled tokens of each of these requests of the step.
 
-        A token beyond the model's positions is dropped, and so is one of a request that has been removed.
+        Tokens beyond the model's positions are dropped, and so are those of a request that has been removed.
         """
         table = self.token_table
         length = self.token_table.shape[1]
         for state, tokens in zip(states, drawn, strict=True):
-            if tokens and state.row is not None and state.num_tokens < length:
-                table[state.row, state.num_tokens] = tokens[0]
-                state.num_tokens += 1
+            if tokens and state.row is not None:
+                end = min(state.num_tokens + len(tokens), length)
+                table[state.row, state.num_tokens : end] = tokens[: end - state.num_tokens]
+                state.num_tokens = end
+
+    def draft_rows(self, req_id: str, bitmasks: Sequence[NDArray[np.int32] | None]) -> list[SamplingRow]:
+        """Return the rows that sample its next token and the one behind each draft, as if the drafts were its tokens.
+
+        bitmasks: the tokens that its grammar allows in each place.
+        """
+        (row,) = self.sampling_rows(req_id, bitmasks[0])
+        table = self.token_table[self.row_of(req_id)]
+        rows = [row]
+        for place, bitmask in enumerate(bitmasks[1:], 1):
+            position = row.position + place
+            answer = table[row.position - row.num_generated : position]
+            rows.append(
+                replace(
+                    row,
+                    position=position,
+                    num_generated=row.num_generated + place,
+                    answer_tokens=answer if row.sampling.counts_tokens else NO_TOKENS,
+                    bitmask=bitmask,
+                )
+            )
+        return rows
 
     def sampling_rows(self, req_id: str, bitmask: NDArray[np.int32] | None = None) -> list[SamplingRow]:
         """Return the rows that sample its next tokens: one, or behind a prompt of several choices one for each.
@@ -200,6 +227,12 @@ class InputBatch:
             )
         self.token_table[state.row, : len(token_ids)] = token_ids
         state.num_tokens = len(token_ids)
+
+    def _write_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Write drafts behind the known tokens, where those that are sampled in this step replace them."""
+        for req_id, own in drafts.items():
+            start = self.requests[req_id].num_tokens
+            self.token_table[self.row_of(req_id), start : start + len(own)] = own
 
     def _write_blocks(self, state: RequestState, block_ids: Sequence[int], *, is_replacement: bool) -> None:
         kept = [] if is_replacement else state.block_ids

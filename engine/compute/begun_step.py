@@ -217,7 +217,9 @@ class BegunStep:
         batch = self._batch
         # Both while the pass is computed: they need no results.
         drawing = Drawing.of_step(batch, self._scheduled, self._inputs)
-        next_outline = outline_next(batch, self._inputs)
+        # Behind drafts, how many tokens a request continues by is known only with the results.
+        has_drafts = self._scheduled.scheduled_spec_decode_tokens
+        next_outline = None if has_drafts else outline_next(batch, self._inputs)
         hidden = self._states()
         if hidden is None:
             return None

@@ -84,6 +84,7 @@ def prepare_inputs(
     ``batch`` must have been updated with the same ``scheduled``. ahead: an outline that may be this step's.
     """
     counts = scheduled.num_scheduled_tokens
+    drafts = scheduled.scheduled_spec_decode_tokens
     # An outline that was made ahead holds if the same requests continue by one token each, in the same rows.
     is_decode = scheduled.total_num_scheduled_tokens == len(counts)
     is_next = ahead is not None and ahead.generation == batch.generation and is_decode
@@ -98,7 +99,7 @@ def prepare_inputs(
             _vector([batch.row_of(req_id) for req_id in req_ids]),
             _vector(list(counts.values())),
             _vector([state.num_computed_tokens for state in states]),
-            _vector([state.num_wanted(counts[state.req_id]) for state in states]),
+            _vector([one.num_wanted(counts[one.req_id], len(drafts.get(one.req_id, ()))) for one in states]),
         )
     num_used = -(-int(outline.seq_lens.max(initial=1)) // batch.block_size)
     block_numbers = batch.block_table.ravel()[outline.block_table_indices]

@@ -40,6 +40,7 @@ from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampling_batch import PromptLogprobs
 from engine.settings import EngineSettings
+from engine.speculation.ngram import propose
 
 _T = TypeVar("_T")
 # On the host nothing is measured, so the run is short: it touches memory and compiles kernels.
@@ -208,9 +209,9 @@ class ModelRunner:
             if self._connector is not None and metadata is not None:
                 watch = self._connector.watch_layers(metadata)
             # Only such a step may end without results: it is cheap to compute again, and publishes nothing.
-            is_decode_only = len(inputs.positions) == len(inputs.req_ids) and metadata is None
+            is_cheap = scheduled.is_decode_only and metadata is None
             with torch.inference_mode():
-                states = model.forward.begin(inputs, memory.layers, watch, may_be_interrupted=is_decode_only)
+                states = model.forward.begin(inputs, memory.layers, watch, may_be_interrupted=is_cheap)
             begun = BegunStep(scheduled, batch, inputs, watch, states, model.sampler, model.prompt_logprobs)
         self._unread = begun
         return partial(self._finish, scheduled, begun)
@@ -222,6 +223,11 @@ class ModelRunner:
             if is_newest:
                 self._unread = None
             output = begun.read()
+            if scheduled.num_draft_tokens and self._batch is not None:
+                num_drafts = scheduled.num_draft_tokens
+                output.spec_token_ids = [
+                    propose(self._batch.known_tokens(key), num_drafts.get(key, 0)) for key in output.req_ids
+                ]
             if is_newest:
                 self._ahead = begun.next_outline
             # What transfers wait for before they read blocks of this step.
@@ -286,7 +292,7 @@ def _ready(value: _T | None, needed: str) -> _T:
 def profile_run(model: _Model, settings: EngineSettings) -> None:
     """Take all memory that steps take beside the KV cache: workspaces, and a full batch of dummy tokens with its logits.
 
-    The batch has ``max_num_seqs`` requests, since each has a row of logits, which is sampled. In inference mode.
+    The batch has ``max_num_decode_tokens`` requests, as many as rows of logits may be sampled. In inference mode.
     """
     loaded = model.loaded
     sampler = model.sampler
@@ -294,7 +300,7 @@ def profile_run(model: _Model, settings: EngineSettings) -> None:
     model.forward.reserve(null_layers(loaded, settings.block_size, device))
     most = settings.max_num_batched_tokens
     num_tokens = min(most, _HOST_TOKENS) if device.type == "cpu" else most
-    lengths = profile_lengths(num_tokens, settings.max_num_seqs, loaded.info.max_model_len)
+    lengths = profile_lengths(num_tokens, settings.max_num_decode_tokens, loaded.info.max_model_len)
     inputs = profile_inputs(lengths)
     hidden = model.forward.begin(inputs, None)()
     assert hidden is not None, "nothing interrupts it"

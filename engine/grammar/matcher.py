@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from contract.errors import InternalError, InvalidRequestError
+from contract.errors import InternalError, InvalidRequestError, KvbatonError
 from contract.requests import EngineRequest
 from engine.grammar.machine import Machine
 
@@ -73,6 +73,28 @@ class GrammarMatcher:
                 param="grammar",
             )
         self.is_complete = True
+
+    def masks_behind(self, token_ids: Sequence[int]) -> list[NDArray[np.int32]]:
+        """Return the tokens that may follow behind the first of these tokens, behind the first two, and so on.
+
+        The list ends before a token that may not follow, or behind which none may. The answer's state does not change.
+        """
+        masks: list[NDArray[np.int32]] = []
+        if self.is_complete:
+            return masks
+        walker = copy(self)
+        walker._machine = self._machine.deep_copy()
+        for token in token_ids:
+            if not walker.bitmask[token // 32] >> (token % 32) & 1:
+                break
+            try:
+                walker.advance([token])
+            except KvbatonError:  # the answer will never hold this token, or ends with it
+                break
+            if walker.is_complete:
+                break
+            masks.append(walker.bitmask)
+        return masks
 
     def fork(self) -> "GrammarMatcher":
         """Return a copy in the same state, for another answer."""

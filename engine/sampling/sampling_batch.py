@@ -13,6 +13,7 @@ from engine.compute.inputs import IntVector, PreparedInputs
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import Samples, token_logprobs
+from engine.speculation.ngram import accepted
 
 _MAX_ELEMENTS_AT_ONCE = 2**24
 
@@ -21,8 +22,8 @@ _MAX_ELEMENTS_AT_ONCE = 2**24
 class Drawing:
     """The sampling of a step, prepared before the step is computed; the parameters of each row are derived lazily.
 
-    states: the step's requests. drawers: indices of those that sample; last: the step's token behind which each samples.
-    is_greedy: each samples one token, that of the highest logit. req_id_to_index: see ModelRunnerOutput.
+    states: the step's requests. drawers: indices of those that sample; last: the step's tokens behind which they sample: one
+    each, and its drafts. is_greedy: each token is that of the highest logit. req_id_to_index: see ModelRunnerOutput.
     """
 
     states: list[RequestState]
@@ -47,10 +48,14 @@ class Drawing:
             if length >= state.num_tokens and state.pooling is None:
                 drawers.append(index)
                 is_greedy = is_greedy and state.is_greedy
+        last = inputs.query_start_loc[1:][drawers] - 1
+        if drafts := scheduled.scheduled_spec_decode_tokens:
+            counts = [1 + len(drafts.get(states[index].req_id, ())) for index in drawers]
+            last = np.concatenate([np.arange(-n, 0) + end + 1 for end, n in zip(last, counts, strict=True)])
         return cls(
             states=states,
             drawers=drawers,
-            last=inputs.query_start_loc[1:][drawers] - 1,
+            last=last.astype(np.int32, copy=False),
             is_greedy=is_greedy,
             req_id_to_index=req_id_to_index,
             _batch=batch,
@@ -59,15 +64,21 @@ class Drawing:
 
     @cached_property
     def rows_and_places(self) -> tuple[list[SamplingRow], IntVector | None]:
-        """The rows to sample: each drawer's own, then those of its further choices; and the index into ``last`` of each.
+        """The rows to sample: each drawer's own, then those of its drafts or choices; and the index into ``last`` of each.
 
-        The indices are None if every drawer has one row.
+        The indices are None if every token of ``last`` has one row.
         """
         rows: list[SamplingRow] = []
         counts: list[int] = []
+        scheduled = self._scheduled
         for index in self.drawers:
             req_id = self.states[index].req_id
-            own = self._batch.sampling_rows(req_id, self._scheduled.bitmask_of(req_id))
+            if drafts := scheduled.scheduled_spec_decode_tokens.get(req_id):
+                places = range(1 + len(drafts))
+                rows += self._batch.draft_rows(req_id, [scheduled.bitmask_of(req_id, at) for at in places])
+                counts += [1] * len(places)
+                continue
+            own = self._batch.sampling_rows(req_id, scheduled.bitmask_of(req_id))
             rows += own
             counts.append(len(own))
         if len(rows) == len(counts):
@@ -76,6 +87,8 @@ class Drawing:
 
     def spread(self, samples: Samples) -> ModelRunnerOutput:
         """Assign the samples of rows to their requests."""
+        if self._scheduled.scheduled_spec_decode_tokens:
+            return self._verify(samples)
         firsts: list[int | None] = [None] * len(self.states)
         output = ModelRunnerOutput(
             list(self.req_id_to_index), self.req_id_to_index, [[] for _ in self.states]
@@ -100,6 +113,30 @@ class Drawing:
             # Their logits are the first row's, so they have a token if it has one.
             token_ids = [token for row in further if (token := samples.token_ids[row]) is not None]
             output.other_choices[req_id] = OtherChoices(token_ids, _rows_of(samples.logprobs, list(further)))
+        return output
+
+    def _verify(self, samples: Samples) -> ModelRunnerOutput:
+        """See ``spread``, in a step with drafts; what was sampled behind a wrong draft is dropped."""
+        output = ModelRunnerOutput(list(self.req_id_to_index), self.req_id_to_index)
+        nans = dict[str, int]()
+        kept: list[int] = []
+        starts: list[int] = []
+        row = 0
+        for (
+            state
+        ) in self.states:  # a step with drafts has one sampled token of each request, and of each draft
+            drafts = self._scheduled.scheduled_spec_decode_tokens.get(state.req_id, [])
+            tokens = accepted(samples.token_ids[row : row + 1 + len(drafts)], drafts)
+            # A later token that is not a number is found again in the next step, as its first one.
+            if samples.num_nans[row]:
+                nans[state.req_id] = samples.num_nans[row]
+            output.sampled_token_ids.append(tokens)
+            starts.append(len(kept))
+            kept += range(row, row + len(tokens))
+            row += 1 + len(drafts)
+        logprobs = _rows_of(samples.logprobs, kept)
+        output.logprobs = logprobs and logprobs._replace(cu_num_generated_tokens=starts)
+        output.num_nans_in_logits = nans or None
         return output
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from engine.scheduling.remote_kv import lease_holder
 from engine.scheduling.requests.finish import RequestStatus, SequenceStatus
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.stats import SpecDecodingStats
 
 
 def debug_state(scheduler: SchedulerState) -> dict[str, Any]:
@@ -53,8 +54,23 @@ def counters(scheduler: SchedulerState) -> dict[str, float]:
         **{f"num_blocks{{state={state}}}": count for state, count in states},
         "prefix_cache_queries_total": totals.prefix_cache.queries,
         "prefix_cache_hits_total": totals.prefix_cache.hits,
+        **_of_drafts(stats.spec_decoding_stats),
         **of_transfers,
         **scheduler.remote_kv.tiers.counters(),
+    }
+
+
+def _of_drafts(drafts: SpecDecodingStats | None) -> dict[str, float]:
+    """Return the counters of drafts, in an engine that speculates."""
+    if drafts is None:
+        return {}
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    per_pos = enumerate(drafts.num_accepted_tokens_per_pos)
+    return {
+        "spec_decode_num_drafts_total": drafts.num_drafts,
+        "spec_decode_num_draft_tokens_total": drafts.num_draft_tokens,
+        "spec_decode_num_accepted_tokens_total": drafts.num_accepted_tokens,
+        **{f"{name}{{position={place}}}": count for place, count in per_pos},
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contract.errors import ErrorKind, TransferError
 from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken, Received
-from engine.outputs import ModelRunnerOutput
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 from engine.scheduling.live_requests import Limits, LiveRequests
 from engine.scheduling.remote_kv import RemoteKV
@@ -18,7 +18,7 @@ from engine.scheduling.requests.finish import ABORTED, HANDED_OVER, Finish, Requ
 from engine.scheduling.requests.queues import BatchQueues
 from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.stopping import finish_after
-from engine.scheduling.requests.token_logprobs import first_tokens, logprobs_in_row
+from engine.scheduling.requests.token_logprobs import first_tokens, sampled_logprobs
 from engine.scheduling.stats import Totals
 
 
@@ -80,8 +80,10 @@ class Results:
         else:
             self._queues.arrived.add(request)
 
-    def apply_step(self, request: Request, num_tokens: int, output: ModelRunnerOutput) -> None:
+    def apply_step(self, request: Request, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Advance a request by the tokens that a step has computed of it."""
+        num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(request.key, ()))
+        num_tokens = scheduled.num_scheduled_tokens[request.key] - num_drafts
         row = output.req_id_to_index[request.key]
         sampled = output.sampled_token_ids[row]
         pooled = output.pooler_output[row] if output.pooler_output else None
@@ -106,9 +108,31 @@ class Results:
         if request.is_sending or request.engine_request.num_choices > 1:
             self._apply_first_tokens(request, first_tokens(output, request.key, sampled[0], alternatives))
         else:
-            request.append_token(sampled[0])
-            finish = finish_after(request, request.answer_length, self._limits.max_length)
-            self._emit(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives), finish)
+            if num_drafts:
+                request.drafts.record(num_drafts, len(sampled) - 1)
+                self._totals.spec_decoding.record(num_drafts, len(sampled) - 1)
+            request.drafts.token_ids = []
+            if request.key in scheduled.num_draft_tokens:
+                request.drafts.propose(output.spec_token_ids[row])
+            num_kept, finish = self._append(request, sampled)
+            logprobs = sampled_logprobs(output.logprobs, row, num_kept, alternatives)
+            self._emit(request, sampled[:num_kept], logprobs, finish)
+
+    def _append(self, request: Request, sampled: Sequence[int]) -> tuple[int, Finish | None]:
+        """Extend the answer up to the token that ends it; return the number of tokens, and how the last one ends it.
+
+        Each token but the last was computed in this step as well: the draft in its place was equal.
+        """
+        finish = None
+        num_kept = 0
+        while num_kept < len(sampled) and finish is None:
+            request.append_token(sampled[num_kept])
+            finish = finish_after(request, request.answer_length + num_kept, self._limits.max_length)
+            num_kept += 1
+        if num_kept > 1:
+            request.num_computed_tokens += num_kept - 1
+            self._index_computed(request)
+        return num_kept, finish
 
     def _index_computed(self, request: Request) -> None:
         """Let other requests find all full blocks that are computed (law 1)."""
@@ -132,7 +156,7 @@ class Results:
             finishes = [finish or HANDED_OVER for finish in finishes]
         finish = self._separate(choices, finishes, sampled)
         logprobs = sampled[0].logprobs
-        self._emit(request, sampled[0].token_id, [logprobs] if logprobs else None, finish)
+        self._emit(request, [sampled[0].token_id], [logprobs] if logprobs else None, finish)
 
     def _separate(
         self, choices: list[Request], finishes: list[Finish | None], sampled: Sequence[FirstToken] = ()
@@ -181,12 +205,16 @@ class Results:
         self._queues.arrived.add(fork)
 
     def _emit(
-        self, request: Request, token: int, logprobs: list[TokenLogprobs] | None, finish: Finish | None
+        self,
+        request: Request,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        finish: Finish | None,
     ) -> None:
         if finish is None:
-            self._live.outbox.add(request, [token], None, logprobs)
+            self._live.outbox.add(request, token_ids, None, logprobs)
         else:
-            self._live.finish(request, finish, [token], logprobs)
+            self._live.finish(request, finish, token_ids, logprobs)
 
     def _finish_corrupted(self, request: Request, has_nans: bool) -> None:
         """Finish a request whose results are NaN, or missing: its KV is not reused."""

@@ -88,10 +88,10 @@ class Scheduler(SchedulerState):
             self.batcher.next_step.drop()
             return self.live.outbox.flush()
         requests = self.live.by_key
-        for key, num_tokens in scheduler_output.num_scheduled_tokens.items():
+        for key in scheduler_output.num_scheduled_tokens:
             # It may have been aborted, or have ended at the token before, while this step ran ahead.
             if running := requests.get(key):
-                self._results.apply_step(running, num_tokens, runner_output)
+                self._results.apply_step(running, scheduler_output, runner_output)
         # The tokens that the masks of a step which runs ahead depend on are known only now.
         self.batcher.next_step.add_masks()
         # Behind each step, and before the next one is planned: blocks that it fills are held before they can be taken.
@@ -113,6 +113,7 @@ class Scheduler(SchedulerState):
         # Before the metadata is built, so that the orders to publish go out with the step that computes these tokens.
         self.remote_kv.sender.publish(plan)
         output = plan.to_output()
+        self.batcher.drafting.request_drafts(plan, output)
         if has_tokens:
             add_bitmask(plan, output)
         # Each copy and each finished request is reported to the runner once.

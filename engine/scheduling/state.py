@@ -130,6 +130,7 @@ class SchedulerState(SchedulerInterface):
     def make_stats(self) -> SchedulerStats:
         """See SchedulerInterface."""
         num_running, num_waiting = self.get_request_counts()
+        drafts = self.totals.spec_decoding
         return SchedulerStats(
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
@@ -143,6 +144,7 @@ class SchedulerState(SchedulerInterface):
             prefix_cache_stats=self.totals.prefix_cache,
             num_corrupted_reqs=self.totals.num_corrupted,
             num_swapped_reqs=self._num_swapped(),
+            spec_decoding_stats=drafts if drafts.num_spec_tokens else None,
         )
 
     def _num_swapped(self) -> int:

@@ -19,7 +19,8 @@ from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
 from engine.stepping.loop import Inbox, Put
 from tests.engine_scheduling.stepping import fake_settings
-from tests.fakes.engine.fakes import FakeExecutor, FakeMemory, FakeRunner
+from tests.fakes.engine.fakes import FakeExecutor, FakeRunner
+from tests.fakes.engine.memory import FakeMemory
 
 SECRET = "a secret of at least thirty-two characters"
 _SECONDS = 30.0

@@ -160,3 +160,12 @@ def test_a_rank_that_does_not_belong_is_refused() -> None:
         plan = ranks[1].member.plan
         with pytest.raises(SettingError, match="rank 1 of the group is registered already"):
             Member(plan, lambda _: None, lambda: 1)
+
+
+def test_the_engines_of_a_group_do_not_speculate(caplog: pytest.LogCaptureFixture) -> None:
+    settings = fake_settings(speculate="ngram")
+    with running_group(2, settings=settings) as ranks:
+        ranks[0].add(fake_request("a", [1, 1, 1, 1], max_tokens=9))
+        ranks[0].wait(lambda rank: bool(rank.outputs and rank.outputs[-1].is_leg_finished))
+        assert [len(output.token_ids) for output in ranks[0].outputs] == [1] * 9
+    assert sum("do not speculate" in record.getMessage() for record in caplog.records) == 2

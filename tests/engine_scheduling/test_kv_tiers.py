@@ -12,7 +12,8 @@ from engine.scheduling.tiers.slots import TierSlots
 from engine.scheduling.tiers.tier import Tier
 from engine.settings import EngineSettings
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request, fake_settings
-from tests.fakes.engine.fakes import NAN_TOKEN, FakeMemory, fake_answer
+from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
+from tests.fakes.engine.memory import FakeMemory
 from tests.fakes.engine.tiers import FakeTierStorage
 
 A, B = [1] * 6, [2] * 6

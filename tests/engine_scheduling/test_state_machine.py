@@ -30,11 +30,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     runs_ahead = False
     batching: ClassVar[dict[str, Any]] = {"max_num_batched_tokens": 6}
     memory: ClassVar[dict[str, Any]] = {"kv_cache_bytes": 14}
+    changes: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = SteppedEngine(
-            max_num_seqs=3, remote_kv_timeout_seconds=5.0, **self.memory, **self.batching
+            max_num_seqs=3, remote_kv_timeout_seconds=5.0, **self.memory, **self.batching, **self.changes
         )
         self.engine.executor.runs_ahead = self.runs_ahead
         self.engine_request: dict[str, EngineRequest] = {}

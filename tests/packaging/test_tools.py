@@ -150,7 +150,7 @@ def test_the_cuda_constraints_pin_the_same_torch() -> None:
     assert pins("cuda.txt") == pins("cpu.txt") != set()
 
 
-@pytest.mark.parametrize("source", ["asked = 1\n", "x = one._asked\n", "def send(drafts): ...\n"])
+@pytest.mark.parametrize("source", ["asked = 1\n", "x = one._asked\n", "def send(asked): ...\n"])
 def test_a_retired_identifier_is_refused_in_the_product(source: str) -> None:
     assert [text for _, text in problems_of_code(source, False) if "was retired" in text]
     assert not list(problems_of_code(source, True))

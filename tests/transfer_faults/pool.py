@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from contract.layout import KVLayout
 from engine.settings import EngineSettings
-from tests.fakes.engine.fakes import FakeExecutor, FakeMemory, FakeRunner
+from tests.fakes.engine.fakes import FakeExecutor, FakeRunner
+from tests.fakes.engine.memory import FakeMemory
 from tests.kv_transfer.fakes import ByteMemory
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=128, block_size=4, dtype="float32")

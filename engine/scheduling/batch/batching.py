@@ -13,6 +13,7 @@ from itertools import chain
 from engine.options import BatchingOptions
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batch.admission import Admission, Preemption
+from engine.scheduling.batch.drafting import Drafting
 from engine.scheduling.batch.fair_steps import FairStep, FairSteps
 from engine.scheduling.batch.policy import Stage, make_policy
 from engine.scheduling.blocks.block_pool import BlockPool
@@ -54,7 +55,12 @@ class NextStep:
         self._without_masks: StepPlan | None = None
 
     def prepare(self, scheduled: SchedulerOutput) -> None:
-        """Prepare the step after ``scheduled``, if each running request samples a token in that. Allocates nothing yet."""
+        """Prepare the step after ``scheduled``, if each running request samples a token in that. Allocates nothing yet.
+
+        Not if drafts are requested for that step, or in this one: how it continues is known with the results only.
+        """
+        if scheduled.num_draft_tokens or scheduled.scheduled_spec_decode_tokens:
+            return
         requests = list(self._queues.running.requests)
         if not requests or len(requests) > self._budget:
             return
@@ -170,6 +176,7 @@ class Batcher:
         self.admission = Admission(queues, pool, options.max_num_seqs, totals, clock, waits, loads)
         self.next_step = NextStep(queues, pool, self.admission, options.max_num_batched_tokens, max_length)
         self.policy = make_policy(options, queues, clock)
+        self.drafting = Drafting(queues, pool, self.fair_steps, options, max_length, totals)
         self._preemption = Preemption(queues, pool)
         self._queues = queues
         self._stage: Stage | None = None
@@ -188,11 +195,13 @@ class Batcher:
             if plan.entries:
                 self._stage = stage
                 break
+        self.drafting.add_drafts(plan)
         return plan
 
     def note(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Record how long a step took."""
         self.fair_steps.note(scheduled, seconds)
+        self.drafting.note(scheduled, seconds)
         if self._stage is Stage.PREFILL:
             self.policy.last_prompt_latency = seconds
         self._stage = None

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from itertools import islice
+from math import inf
 
 from engine.outputs import SchedulerOutput
 from engine.scheduling.batch.policy import Stage
@@ -135,7 +136,7 @@ class FairSteps:
     def __init__(self, max_slowdown: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.answers = RowLimit(max_slowdown)
         self.prompts = RowLimit(max_slowdown)
-        self._is_on = max_slowdown > 0
+        self._max_slowdown = max_slowdown
         self._clock = clock
         self._last_active: dict[str, float] = {}
         self._served: dict[str, float] = {}
@@ -151,10 +152,10 @@ class FairSteps:
             return
         # Measured in steps, because what another client's request waits for is the end of one.
         self._pause_until = self._clock() + _PAUSE * seconds
-        if num_rows < scheduled.total_num_scheduled_tokens:
+        if not scheduled.is_decode_only:
             started = self._step.num_started if self._step and self._step.limit is not None else None
             self.prompts.note(num_rows, max(started.values(), default=0) if started else None, seconds)
-        elif not scheduled.scheduled_new_reqs:
+        elif not scheduled.scheduled_new_reqs and not scheduled.scheduled_spec_decode_tokens:
             self.answers.note(num_rows, self._largest, seconds)
 
     def seconds_to_pause(self, *queues: PriorityQueue) -> float:
@@ -167,10 +168,20 @@ class FairSteps:
         clients = set[str]().union(*(queue.clients for queue in queues))
         return max(0.0, self._pause_until - self._clock()) if len(clients) == 1 else 0.0
 
+    @property
+    def max_slowdown_of_others(self) -> float:
+        """The factor by which one client may lengthen a step of others; infinite while there is only one client."""
+        is_limited = self._step is not None and self._step.limit is not None
+        return self._max_slowdown if is_limited else inf
+
     def may_hold_all(self, running: PriorityQueue) -> bool:
         """Return whether no running answer would sit out the next step."""
         clients = self._last_active.keys() | running.clients
-        return not self._is_on or len(clients) < 2 or _most(running) <= self._limit_among(clients, running)
+        return (
+            self._max_slowdown == 0
+            or len(clients) < 2
+            or _most(running) <= self._limit_among(clients, running)
+        )
 
     def begin(self, running: PriorityQueue, *others: PriorityQueue) -> FairStep:
         """Return the limits of the next step. others: requests that could start in it."""
@@ -179,7 +190,7 @@ class FairSteps:
         recent = {client: at for client, at in self._last_active.items() if now - at < RECENT_SECONDS}
         self._last_active = recent | dict.fromkeys(clients, now)
         # A client that is alone has the whole machine; what it was served meanwhile is not held against it later.
-        if len(self._last_active) < 2 or not self._is_on:
+        if len(self._last_active) < 2 or self._max_slowdown == 0:
             self._largest = None
             self._served = {}
             self._step = FairStep(None, set(), self._served)

@@ -115,7 +115,8 @@ class BatchQueues:
 
     def num_promised_blocks(self, pool: BlockPool) -> int:
         """Return how many blocks running requests lack for their known tokens: they started because these were free."""
+        # One that had drafts may have more than it needs now.
         return sum(
-            blocks_needed(request.num_tokens, pool.block_size) - pool.num_blocks_of(request.key)
+            max(0, blocks_needed(request.num_tokens, pool.block_size) - pool.num_blocks_of(request.key))
             for request in self.running.requests
         )

@@ -12,6 +12,9 @@ from engine.grammar.matcher import GrammarMatcher
 from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.token_logprobs import PromptLogprobEntries
 
+# Weight of the newest draft in a request's share of right ones.
+_NEWEST_DRAFT = 0.15
+
 
 class HashChain:
     """Hashes of the full blocks of a growing list of tokens; each depends on all tokens before its end.
@@ -70,6 +73,32 @@ class Milestones:
         )
 
 
+@dataclass
+class Drafts:
+    """Guesses of a request's coming tokens.
+
+    token_ids: those behind the newest token, which no step has computed yet. acceptance: the moving share of its drafts that
+    were right, of those before which no other was wrong; None before the first request for drafts. num_misses: requests for
+    drafts in a row for which nothing was found.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    acceptance: float | None = None
+    num_misses: int = 0
+
+    def record(self, num_drafts: int, num_accepted: int) -> None:
+        """Record that of the drafts in a step the first ``num_accepted`` were right."""
+        acceptance = self.acceptance or 0.0
+        for place in range(min(num_accepted + 1, num_drafts)):
+            acceptance += _NEWEST_DRAFT * ((place < num_accepted) - acceptance)
+        self.acceptance = acceptance
+
+    def propose(self, token_ids: list[int]) -> None:
+        """Keep what the runner has proposed, as it was requested."""
+        self.token_ids = token_ids
+        self.num_misses = 0 if token_ids else self.num_misses + 1
+
+
 @dataclass(eq=False)
 class Request:
     """One EngineRequest in the scheduler, which alone changes it.
@@ -82,6 +111,7 @@ class Request:
     this request's blocks. answer_length: tokens of the whole answer that were emitted, those by other engines included.
     structured_output_request: where the answer is in its grammar; None without a grammar, and while it is compiled.
     received: what came with the prompt's KV from another worker; set between its arrival and the request's first step only.
+    drafts: guesses of its coming tokens, in an engine that speculates.
     """
 
     engine_request: EngineRequest
@@ -103,6 +133,7 @@ class Request:
     dismissed: set[int] = field(default_factory=set)
     structured_output_request: GrammarMatcher | None = None
     received: Received | None = None
+    drafts: Drafts = field(default_factory=Drafts)
 
     @classmethod
     def from_engine_request(
@@ -146,6 +177,7 @@ class Request:
             dismissed=set(),
             structured_output_request=matcher.fork() if matcher else None,
             received=None,
+            drafts=Drafts(),
         )
 
     # What was asked for.
@@ -247,5 +279,6 @@ class Request:
         self.status = RequestStatus.PREEMPTED
         self.num_computed_tokens = 0
         self.num_indexed_blocks = 0
+        self.drafts.token_ids = []
         self.prompt_logprobs.restart()
         self.hashes.restart(self.token_ids)  # as KV of this engine, even if it came from another one

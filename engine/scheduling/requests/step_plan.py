@@ -3,18 +3,26 @@
 from collections.abc import Collection, Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.scheduling.requests.request import Request
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True):
-    """One request's part of a step. new_block_ids: replace the runner's if the request was preempted (``is_resumed``)."""
+    """One request's part of a step.
+
+    num_tokens: with its drafts. new_block_ids: replace the runner's if the request was preempted (``is_resumed``). drafts:
+    computed behind its newest token. bitmasks: what its grammar allows behind each of them.
+    """
 
     request: Request
     num_tokens: int
     new_block_ids: list[int]
     is_resumed: bool = False
+    drafts: Sequence[int] = ()
+    bitmasks: Sequence[NDArray[np.int32]] = ()
 
 
 class StepPlan:
@@ -50,6 +58,16 @@ class StepPlan:
         """Schedule a request in this step."""
         self.entries[entry.request.key] = entry
         self.budget -= entry.num_tokens
+
+    def add_drafts(
+        self, entry: ScheduledRequest, drafts: list[int], bitmasks: Sequence[NDArray[np.int32]]
+    ) -> None:
+        """Compute drafts behind the newest token of a request of this step, which has blocks for them."""
+        num_tokens = entry.num_tokens + len(drafts)
+        self.entries[entry.request.key] = msgspec.structs.replace(
+            entry, num_tokens=num_tokens, drafts=drafts, bitmasks=bitmasks
+        )
+        self.budget -= len(drafts)
 
     def drop(self, request: Request) -> None:
         """Remove a request that was preempted; its tokens, if it was scheduled already, return to the budget."""
@@ -92,9 +110,12 @@ def _output_of(entries: Collection[ScheduledRequest]) -> SchedulerOutput:
     """
     cached = CachedRequestData()
     num_scheduled_tokens: dict[str, int] = {}
+    drafts: dict[str, list[int]] = {}
     for entry in entries:
         request = entry.request
         num_scheduled_tokens[request.key] = entry.num_tokens
+        if entry.drafts:
+            drafts[request.key] = list(entry.drafts)
         if request.is_known_to_runner:
             cached.req_ids.append(request.key)
             cached.resumed_from_preemption.append(entry.is_resumed)
@@ -105,4 +126,5 @@ def _output_of(entries: Collection[ScheduledRequest]) -> SchedulerOutput:
         scheduled_cached_reqs=cached,
         num_scheduled_tokens=num_scheduled_tokens,
         total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
+        scheduled_spec_decode_tokens=drafts,
     )

@@ -81,8 +81,9 @@ def add_bitmask(plan: StepPlan, output: SchedulerOutput) -> None:
         request = entry.request
         matcher = request.structured_output_request
         # A row only where a token is sampled: a chunk in the middle of a prompt needs no mask.
-        if matcher is not None and not matcher.is_complete and entry.num_tokens == request.num_missing_tokens:
+        num_known = entry.num_tokens - len(entry.drafts)
+        if matcher is not None and not matcher.is_complete and num_known == request.num_missing_tokens:
             output.structured_output_request_ids[request.key] = len(rows)
-            rows.append(matcher.bitmask)
+            rows += [matcher.bitmask, *entry.bitmasks]
     if rows:
         output.grammar_bitmask = np.stack(rows)

@@ -46,19 +46,19 @@ def first_tokens(
     output: ModelRunnerOutput, key: str, token_id: int, num_alternatives: int | None
 ) -> list[FirstToken]:
     """Return the first token of every choice of a request whose prompt is computed; ``token_id`` is choice 0's."""
-    own = logprobs_in_row(output.logprobs, output.req_id_to_index[key], num_alternatives)
+    own = sampled_logprobs(output.logprobs, output.req_id_to_index[key], 1, num_alternatives)
     tokens = [FirstToken(token_id, own[0] if own else None)]
     if others := output.other_choices.get(key):
         for row, other_id in enumerate(others.token_ids):
-            logprobs = logprobs_in_row(others.logprobs, row, num_alternatives)
+            logprobs = sampled_logprobs(others.logprobs, row, 1, num_alternatives)
             tokens.append(FirstToken(other_id, logprobs[0] if logprobs else None))
     return tokens
 
 
-def logprobs_in_row(
-    lists: LogprobsLists | None, row: int, num_alternatives: int | None
+def sampled_logprobs(
+    lists: LogprobsLists | None, index: int, num_tokens: int, num_alternatives: int | None
 ) -> list[TokenLogprobs] | None:
-    """Return the log probabilities of one sampled token; None for a request that asked for none.
+    """Return the log probabilities of the first tokens that request ``index`` has sampled; None if it asked for none.
 
     Raises ValueError if it asked and the runner returned none.
     """
@@ -66,7 +66,8 @@ def logprobs_in_row(
         return None
     if lists is None:
         raise ValueError(f"{num_alternatives} log probabilities were asked for, the runner gave none")
-    return [_entry(lists, row, num_alternatives)]
+    first = lists.first_row_of(index)
+    return [_entry(lists, row, num_alternatives) for row in range(first, first + num_tokens)]
 
 
 def _entry(lists: LogprobsLists, row: int, num_alternatives: int) -> TokenLogprobs:

@@ -9,6 +9,7 @@ alone: ``fake_answer`` is the answer of every engine, with any batching, caching
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from contract.errors import SettingError
 from contract.layout import KVLayout
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams, choice_seed
-from engine.connector import Computed, RankConnector, RanksConnector
+from engine.connector import RankConnector, RanksConnector
 from engine.kv_tiers.storage import TierStorage
 from engine.models.config import ModelInfo
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
 from engine.settings import EngineSettings
+from tests.fakes.engine.memory import MODULUS, FakeMemory, prefix_codes
 from tests.fakes.engine.tiers import FakeTierStorage
 
 FAKE_VOCAB_SIZE = 1000
@@ -32,22 +34,11 @@ NAN_TOKEN = 998
 """In a prompt: the logits are NaN when the first token is sampled."""
 CRASH_TOKEN = 997
 """In a prompt: the forward pass raises."""
-_MODULUS = 2**61 - 1
-
-
-def prefix_codes(token_ids: Sequence[int]) -> list[int]:
-    """Return the content of each position's KV slot: a number that depends on all tokens up to there."""
-    codes = []
-    code = 1
-    for token in token_ids:
-        code = (code * 1_000_003 + token + 7) % _MODULUS
-        codes.append(code)
-    return codes
 
 
 def fake_token(code: int, bitmask: NDArray[np.int32] | None = None) -> int:
     """Return the token that follows this code: never a special one; with a bitmask, one that it allows."""
-    drawn = code * 48_271 % _MODULUS
+    drawn = code * 48_271 % MODULUS
     if bitmask is None:
         return drawn % CRASH_TOKEN
     allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
@@ -76,68 +67,6 @@ def fake_embedding(token_ids: Sequence[int], kind: str | None = "last") -> list[
 def _pooled(codes: list[int], kind: str | None) -> list[float]:
     kept = {"last": codes[-1:], "mean": codes, "max": [max(codes)]}[kind or ""]
     return [float(sum(kept) % 65_521), float(len(codes))]
-
-
-class FakeMemory:
-    """KV without bytes: ``slots[block][offset]`` is the code that was written there, None for garbage."""
-
-    pool_view: memoryview | None = None
-    device_pool = None
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.layout = KVLayout(
-            num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32"
-        )
-        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
-
-    def write(self, block_ids: Sequence[int], codes: Sequence[int], start: int, end: int) -> None:
-        """Fill positions ``start:end`` of a sequence whose blocks are ``block_ids``."""
-        size = self.layout.block_size
-        for position in range(start, end):
-            self.slots[block_ids[position // size]][position % size] = codes[position]
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy the content of blocks."""
-        for source, target in pairs:
-            self.slots[target] = list(self.slots[source])
-
-    def mark_computed(self) -> Computed:
-        """Return what does not wait: there is nothing to wait for."""
-        return self
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def check(self, block_ids: Sequence[int], codes: Sequence[int], end: int, start: int = 0) -> None:
-        """Assert that positions ``start:end`` hold the codes of these tokens."""
-        size = self.layout.block_size
-        for position in range(start, end):
-            held = self.slots[block_ids[position // size]][position % size]
-            assert held == codes[position], (
-                f"position {position}: block {block_ids[position // size]} holds other KV"
-            )
-
-    def scribble(self, block_ids: Sequence[int]) -> None:
-        """Fill these blocks with garbage, as a late write does."""
-        for block in block_ids:
-            self.slots[block] = [None] * self.layout.block_size
-
-    @property
-    def memfd(self) -> int | None:
-        """Always None: there is no file."""
-        return None
-
-    def read_view(self, block_id: int) -> memoryview:
-        """Return zeros: there are no bytes."""
-        return memoryview(bytes(self.layout.block_bytes))
-
-    def write_view(self, block_id: int) -> memoryview:
-        """Return a buffer whose content is discarded."""
-        return memoryview(bytearray(self.layout.block_bytes))
-
-    def commit(self, block_ids: list[int]) -> None:
-        """Do nothing: there is no device."""
 
 
 @dataclass
@@ -182,17 +111,22 @@ class FakeRunner:
         kinds = {self._is_decode(scheduled, key, start) for key, start in starts.items()}
         self.num_mixed_steps += {True, False} <= kinds
         assert starts.keys() == scheduled.num_scheduled_tokens.keys()
-        is_of_answers = set(scheduled.num_scheduled_tokens.values()) == {1}
-        may_be_interrupted = is_of_answers and scheduled.kv_connector_metadata is None
+        may_be_interrupted = scheduled.is_decode_only and scheduled.kv_connector_metadata is None
         output = ModelRunnerOutput(was_interrupted=self.is_interrupted and may_be_interrupted)
         output.num_nans_in_logits = {}
         computed = {} if output.was_interrupted else scheduled.num_scheduled_tokens
         for row, (key, num_tokens) in enumerate(computed.items()):
             output.req_ids.append(key)
             output.req_id_to_index[key] = row
-            bitmask = scheduled.bitmask_of(key)
+            drafts = scheduled.scheduled_spec_decode_tokens.get(key, [])
             output.pooler_output.append(None)
-            output.sampled_token_ids.append(self._compute(key, starts[key], num_tokens, output, bitmask))
+            bitmask = scheduled.bitmask_of(key)
+            sampled = self._compute(key, starts[key], num_tokens - len(drafts), output, bitmask)
+            output.sampled_token_ids.append(sampled)
+            if sampled:
+                sampled += self._verify(key, starts[key] + 1, sampled[0], drafts, scheduled)
+            if scheduled.num_draft_tokens:
+                output.spec_token_ids.append(self._propose(key, scheduled.num_draft_tokens.get(key, 0)))
         self.num_forward_passes += bool(computed)
         self.batch_sizes.append(scheduled.total_num_scheduled_tokens)
         output.logprobs = self._logprobs(output)
@@ -285,6 +219,34 @@ class FakeRunner:
         sequence.append(token)
         return [token]
 
+    def _verify(
+        self, key: str, start: int, sampled: int, drafts: list[int], scheduled: SchedulerOutput
+    ) -> list[int]:
+        """Write the KV of all drafts, as a step does, and return the tokens behind the right ones."""
+        sequence = self._sequences[key]
+        codes = [*sequence.codes[:start], *prefix_codes([*sequence.token_ids[:start], *drafts])[start:]]
+        self.memory.write(sequence.block_ids, codes, start, start + len(drafts))
+        kept: list[int] = []
+        for place, draft in enumerate(drafts, 1):
+            if draft != (kept[-1] if kept else sampled):
+                break
+            token = fake_token(sequence.codes[-1], scheduled.bitmask_of(key, place))
+            sequence.append(token)
+            kept.append(token)
+        return kept
+
+    def _propose(self, key: str, num_drafts: int) -> list[int]:
+        """Propose right tokens up to a place that depends on the request, and wrong ones behind it; sometimes none."""
+        sequence = self._sequences[key]
+        num_right = len(sequence.token_ids) % 5
+        known = list(sequence.token_ids)
+        for _ in range(num_drafts if num_right < 4 else 0):
+            token = fake_token(prefix_codes(known)[-1])
+            known.append(
+                token if len(known) - len(sequence.token_ids) < num_right else (token + 1) % NAN_TOKEN
+            )
+        return known[len(sequence.token_ids) :]
+
     def _pool(self, key: str, start: int, end: int, output: ModelRunnerOutput) -> None:
         sequence = self._sequences[key]
         assert sequence.pooling
@@ -316,9 +278,11 @@ class FakeRunner:
         if all(k is None for k in num_logprobs):
             return None
         best = list(range(max(k for k in num_logprobs if k is not None)))
-        sampled = [(tokens or [0])[0] for tokens in output.sampled_token_ids]
+        sampled = [token for tokens in output.sampled_token_ids for token in tokens or [0]]
+        firsts = [0, *accumulate(len(tokens or [0]) for tokens in output.sampled_token_ids)]
         ids = [[token, *best] for token in sampled]
-        return LogprobsLists(ids, [[-float(t) for t in row] for row in ids], [token + 1 for token in sampled])
+        values = [[-float(t) for t in row] for row in ids]
+        return LogprobsLists(ids, values, [token + 1 for token in sampled], firsts[:-1])
 
 
 class FakeExecutor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from engine.kv_tiers.storage import BlockCopy
 
 if TYPE_CHECKING:
-    from tests.fakes.engine.fakes import FakeMemory
+    from tests.fakes.engine.memory import FakeMemory
 
 
 class FakeTierStorage:

@@ -25,7 +25,8 @@ from engine.connector import (
     SingleRankConnector,
     TransferEvent,
 )
-from tests.fakes.engine.fakes import FakeMemory, fake_first_token, fake_token, prefix_codes
+from tests.fakes.engine.fakes import fake_first_token, fake_token
+from tests.fakes.engine.memory import FakeMemory, prefix_codes
 
 
 @dataclass

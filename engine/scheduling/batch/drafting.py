@@ -1,0 +1,192 @@
+"""Drafts in the steps that continue answers: for which requests, how many, and when they are worth their time.
+
+A draft is a guess of a coming token. A step computes the drafts of a request behind its newest token, and samples a token in
+the place of each: exactly the one that a step without drafts would sample. So the first drafts that are equal save a step
+each, and the KV of the others is overwritten by the next step. One step, seen from here:
+
+1. ``request_drafts`` sets the number of drafts that the runner proposes behind the tokens of the step that starts.
+2. The runner's proposals come with the step's results; the request keeps them (``Drafts``).
+3. ``add_drafts`` adds them to the next step, if that continues answers only. They never preempt a request, and never go
+   beyond the end that an answer has by its length, its stop tokens or its grammar.
+
+A step with drafts takes longer. How much longer is measured (``StepCost``), and so is the share of its drafts that each
+request accepts. A draft is requested while it makes more tokens a second of the whole batch: a batch of one request, which
+waits for weights, takes many, a large one, which waits for arithmetic, only those that are nearly certain.
+"""
+
+from collections.abc import Sequence
+
+from engine.options import BatchingOptions
+from engine.outputs import SchedulerOutput
+from engine.scheduling.batch.fair_steps import FairSteps
+from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.requests.queues import BatchQueues
+from engine.scheduling.requests.request import Request
+from engine.scheduling.requests.step_plan import ScheduledRequest, StepPlan
+from engine.scheduling.stats import Totals
+
+# Weight of the newest step.
+_WEIGHT = 0.02
+# Where all steps had about equal numbers of tokens, a further token is taken to cost this part of an average one. It is
+# little, so that drafts are tried from time to time.
+_UNKNOWN_COST = 0.1
+# The standard deviation of numbers of tokens, as a part of their mean, from which on the steps show what a token costs.
+_LEAST_SPREAD = 0.02
+# A single step that takes longer than this many times what was expected was disturbed.
+_DISTURBED = 3.0
+# A gain of less is noise.
+_LEAST_GAIN = 1.02
+# Where nothing was found in a row, a request looks again every so many steps: the next step is not prepared then.
+_MISSES = 4
+_LOOK_EVERY = 8
+# Every so many steps, a request without use for drafts tries one, as if this share were accepted.
+_TRY_EVERY = 32
+_HOPE = 0.9
+
+
+class StepCost:
+    """Estimates how long a step of answers takes by its number of tokens: a line through the latest steps."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._variance = 0.0
+        self._covariance = 0.0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Record a step."""
+        self._num_steps += 1
+        weight = max(_WEIGHT, 1 / self._num_steps)
+        if self._num_steps > 1:
+            seconds = min(seconds, _DISTURBED * self.seconds(num_tokens))
+        more_tokens = num_tokens - self._tokens
+        more_seconds = seconds - self._seconds
+        self._tokens += weight * more_tokens
+        self._seconds += weight * more_seconds
+        self._variance = (1 - weight) * (self._variance + weight * more_tokens**2)
+        self._covariance = (1 - weight) * (self._covariance + weight * more_tokens * more_seconds)
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the expected length of a step; 1 before the first one was recorded."""
+        if not self._num_steps:
+            return 1.0
+        average = self._seconds / self._tokens
+        unknown = (_LEAST_SPREAD * self._tokens) ** 2
+        slope = (self._covariance + unknown * _UNKNOWN_COST * average) / (self._variance + unknown)
+        # Between nothing and an equal share for each token: a step's fixed cost is not negative.
+        return self._seconds + min(max(slope, 0.0), average) * (num_tokens - self._tokens)
+
+
+class Drafting:
+    """Adds drafts to steps, and learns from them. Does nothing unless ``speculate`` is set.
+
+    max_length: tokens that prompt and answer may have together.
+    """
+
+    def __init__(
+        self,
+        queues: BatchQueues,
+        pool: BlockPool,
+        fair_steps: FairSteps,
+        options: BatchingOptions,
+        max_length: int,
+        totals: Totals,
+    ) -> None:
+        self.cost = StepCost()
+        self._queues = queues
+        self._pool = pool
+        self._fair_steps = fair_steps
+        self._most = 0 if options.speculate == "none" else options.num_speculative_tokens
+        self._max_tokens = options.max_num_decode_tokens
+        self._max_length = max_length
+        self._totals = totals
+        self._num_steps = 0
+        if self._most:
+            totals.spec_decoding.num_spec_tokens = self._most
+
+    def note(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        """Record how long a step took."""
+        is_measured = seconds > 0 and scheduled.total_num_scheduled_tokens > 0
+        if self._most and is_measured and scheduled.is_decode_only:
+            self.cost.note(scheduled.total_num_scheduled_tokens, seconds)
+
+    def add_drafts(self, plan: StepPlan) -> None:
+        """Add the proposed drafts to a step if each of its requests continues an answer."""
+        if not self._most:
+            return
+        entries = [entry for entry in plan.entries.values() if entry.request.drafts.token_ids]
+        if not entries or not all(entry.request.is_decoding for entry in plan.entries.values()):
+            return
+        for entry in entries:
+            self._add(plan, entry)
+
+    def _add(self, plan: StepPlan, entry: ScheduledRequest) -> None:
+        request = entry.request
+        drafts = request.drafts.token_ids[: max(0, min(plan.budget, _most_drafts(request, self._max_length)))]
+        # A token that ends the answer has nothing behind it to sample.
+        ends = [place for place, token in enumerate(drafts) if token in request.stop_token_ids]
+        drafts = drafts[: ends[0]] if ends else drafts
+        bitmasks = []
+        if (matcher := request.structured_output_request) is not None:
+            bitmasks = matcher.masks_behind(drafts)
+            drafts = drafts[: len(bitmasks)]
+        num_needed = blocks_needed(request.num_tokens + len(drafts), self._pool.block_size)
+        num_new = max(0, num_needed - self._pool.num_blocks_of(request.key))
+        # What every running request may need for its next token stays free.
+        if not drafts or not self._pool.can_allocate(num_new + len(self._queues.running.requests)):
+            return
+        entry.new_block_ids.extend(self._pool.allocate(request.key, num_new))
+        plan.add_drafts(entry, drafts, bitmasks)
+
+    def request_drafts(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        """Set the number of drafts that the runner proposes behind the tokens of this step."""
+        if not self._most:
+            return
+        self._num_steps += 1
+        looks = self._num_steps % _LOOK_EVERY == 0
+        requests: list[Request] = []
+        for entry in plan.entries.values():
+            request = entry.request
+            engine_request = request.engine_request
+            if request.is_sending or request.is_pooling or engine_request.num_choices > 1:
+                continue  # it ends here, or its choices separate
+            if entry.num_tokens - len(entry.drafts) < request.num_missing_tokens:
+                return  # in the middle of its prompt, so that the next step has no drafts
+            if request.drafts.acceptance is None:
+                request.drafts.acceptance = self._totals.spec_decoding.acceptance
+            if looks or request.drafts.num_misses < _MISSES:
+                requests.append(request)
+        output.num_draft_tokens = self._numbers(len(plan.entries), requests)
+
+    def _numbers(self, num_requests: int, requests: Sequence[Request]) -> dict[str, int]:
+        """Return how many drafts each of these requests gets in a step of ``num_requests``; those with none are left out."""
+        tries = self._num_steps % _TRY_EVERY == 0
+        chances: list[tuple[float, str]] = []
+        for request in requests:
+            acceptance = request.drafts.acceptance or 0.0
+            # It will have one token more by then.
+            most = min(self._most, _most_drafts(request, self._max_length) - 1)
+            chances += [(acceptance**place, request.key) for place in range(1, most + 1)]
+            if tries and acceptance < _HOPE and most > 0:
+                chances.append((_HOPE, request.key))
+        chances.sort(reverse=True)
+        slowest = self._fair_steps.max_slowdown_of_others * self.cost.seconds(num_requests)
+        num_tokens = float(num_requests)
+        rate = num_tokens / self.cost.seconds(num_requests)
+        numbers: dict[str, int] = {}
+        for num_drafts, (chance, key) in enumerate(chances[: self._max_tokens - num_requests], 1):
+            seconds = self.cost.seconds(num_requests + num_drafts)
+            # The chances fall, and each draft costs the same: if one is worth nothing, no later one is.
+            if (num_tokens + chance) / seconds < rate * (1 if numbers else _LEAST_GAIN) or seconds > slowest:
+                break
+            num_tokens += chance
+            rate = num_tokens / seconds
+            numbers[key] = min(self._most, numbers.get(key, 0) + 1)
+        return numbers
+
+
+def _most_drafts(request: Request, max_length: int) -> int:
+    """Return how many drafts can be accepted behind the newest token before the answer's length ends it."""
+    max_tokens = request.engine_request.sampling.max_tokens
+    return min(max_tokens - request.answer_length, max_length - request.num_tokens) - 1
