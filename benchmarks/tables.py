@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import (
     autoscale_figures,
+    drafts,
     engine,
     interference,
     policies,
@@ -36,6 +37,7 @@ _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "router": router.table,
     "decisions": router_decisions.table,
     "steps": steps.table,
+    "drafts": drafts.table,
 }
 
 
