@@ -193,11 +193,22 @@ def test_each_kind_of_request_gets_its_tokens(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("crowded", [{}, {"max_num_seqs": 5, "kv_cache_bytes": 2**18}])
+@pytest.mark.parametrize(
+    "crowded",
+    [
+        {},
+        {"max_num_seqs": 5, "kv_cache_bytes": 2**18},
+        {"max_num_seqs": 5, "kv_cache_bytes": 2**18, "scheduling_policy": "prefill-first"},
+    ],
+    ids=["roomy", "crowded", "prefill-first"],
+)
 def test_mixed_requests_get_the_tokens_of_the_cpu(
     model: Path, device: type, crowded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for all, and with too few blocks and places; one ends by a stop token, one is cancelled on the way."""
+    """With room for all, and with too few blocks and places, under both policies.
+
+    One ends by a stop token, one is cancelled on the way.
+    """
     reference = engine(model, None, monkeypatch)
     for request in requests():
         reference.core.add_request(request)
