@@ -12,13 +12,15 @@ from engine.scheduling.stats import SpecDecodingStats
 def debug_state(scheduler: SchedulerState) -> dict[str, Any]:
     """Return blocks by state, leases, requests by status (in both views), and the connector's own view."""
     connector = scheduler.get_kv_connector()
-    statuses = [request.status for request in scheduler.requests.values()]
+    requests = scheduler.requests.values()
+    swapped = scheduler.swapped_requests()
+    sequences = (SequenceStatus.of(one.status, is_swapped=one in swapped) for one in requests)
     return {
         "blocks": scheduler.pool.count_by_state(),
         "holders": scheduler.pool.holders(),
         "leases": sorted(scheduler.remote_kv.sender.leases),
-        "requests": dict(Counter(status.name for status in statuses)),
-        "sequences": dict(Counter(SequenceStatus.of(status).name for status in statuses)),
+        "requests": dict(Counter(one.status.name for one in requests)),
+        "sequences": dict(Counter(status.name for status in sequences)),
         "connector": connector.debug_state() if connector is not None else {},
     }
 

@@ -143,18 +143,19 @@ class SchedulerState(SchedulerInterface):
             step_seconds=self.step_times.seconds,
             prefix_cache_stats=self.totals.prefix_cache,
             num_corrupted_reqs=self.totals.num_corrupted,
-            num_swapped_reqs=self._num_swapped(),
+            num_swapped_reqs=len(self.swapped_requests()),
             spec_decoding_stats=drafts if drafts.num_spec_tokens else None,
         )
 
-    def _num_swapped(self) -> int:
-        """Return how many preempted requests have their first block in a tier."""
+    def swapped_requests(self) -> list[Request]:
+        """Return the preempted requests whose first block is in a tier."""
         tiers = self.remote_kv.tiers
         if not tiers.tiers:
-            return 0
-        return sum(
-            request.status is RequestStatus.PREEMPTED
-            and bool(request.block_hashes)
-            and tiers.holds(request.block_hashes[0])
+            return []
+        return [
+            request
             for request in self.queues.waiting.requests
-        )
+            if request.status is RequestStatus.PREEMPTED
+            and request.block_hashes
+            and tiers.holds(request.block_hashes[0])
+        ]

@@ -51,10 +51,15 @@ class Admission:
         self._clock = clock
 
     @property
+    def num_places(self) -> int:
+        """The number of further requests that could run: those that load their blocks have their places."""
+        num_loading = len(self._loads.waiting) if self._loads else 0
+        return self._max_num_seqs - len(self._queues.running.requests) - num_loading
+
+    @property
     def has_room(self) -> bool:
         """True while another request could run."""
-        num_loading = len(self._loads.waiting) if self._loads else 0
-        return len(self._queues.running.requests) + num_loading < self._max_num_seqs
+        return self.num_places > 0
 
     def start_requests(
         self, plan: StepPlan, step: FairStep, unserved: Request | None, stage: Stage = Stage.MIXED
@@ -104,7 +109,7 @@ class Admission:
         """Return whether a place is left beside those kept for requests before it that hold blocks, and start later."""
         before = (one for one in self._queues.arrived.requests if comes_first(one, waiting))
         num_kept = sum(not stage.holds(one) for one in before)
-        return len(self._queues.running.requests) + num_kept < self._max_num_seqs
+        return self.num_places > num_kept
 
     def _start(self, request: Request, queue: PriorityQueue) -> None:
         self._queues.start(request, queue)

@@ -85,8 +85,9 @@ class PrefillFirst(SchedulingPolicy):
         factor = self._options.scheduler_delay_factor
         if not factor or not queues.waiting.requests or not queues.running.requests:
             return True
-        if any(not request.is_decoding for request in queues.running.requests):
-            return True  # one that is longer than a step, and was begun
+        begun = chain(queues.running.requests, queues.arrived.requests)
+        if any(not request.is_decoding for request in begun):
+            return True  # one that is longer than a step, or that a KV tier had a part of
         earliest_arrival = min(request.milestones.queued for request in queues.waiting.requests)
         return self._clock() - earliest_arrival > factor * self.last_prompt_latency
 
