@@ -214,6 +214,25 @@ def test_drafts_are_requested_while_they_make_more_tokens_a_second(
     assert scheduled.num_draft_tokens.get("a#0.0", 0) == expected
 
 
+class EqualShares(StepCost):
+    """A machine on which each token costs the same, and a step nothing."""
+
+    def seconds(self, num_tokens: int) -> float:
+        return float(num_tokens)
+
+
+def test_a_step_without_tokens_requests_nothing() -> None:
+    """It is expected to take no time if each token was measured to cost an equal share of a step."""
+    engine = RecordedEngine()
+    engine.scheduler.batcher.drafting.cost = EqualShares()
+    engine.add(fake_request("a", [1, 2, 3], 2))
+    engine.run()
+    engine.core.request_step()
+    engine.step()
+    assert engine.steps[-1][0].num_draft_tokens == {}
+    assert engine.tokens("a#0.0") == fake_answer([1, 2, 3], 2)
+
+
 class MachineWithDrafts(SchedulerMachine):
     """Proposals that are right, wrong in part or empty, with everything running short."""
 

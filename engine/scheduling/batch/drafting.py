@@ -157,7 +157,8 @@ class Drafting:
                 request.drafts.acceptance = self._totals.spec_decoding.acceptance
             if looks or request.drafts.num_misses < _MISSES:
                 requests.append(request)
-        output.num_draft_tokens = self._numbers(len(plan.entries), requests)
+        if requests:  # a step may have none: then it has no cost to compare with
+            output.num_draft_tokens = self._numbers(len(plan.entries), requests)
 
     def _numbers(self, num_requests: int, requests: Sequence[Request]) -> dict[str, int]:
         """Return how many drafts each of these requests gets in a step of ``num_requests``; those with none are left out."""
