@@ -95,7 +95,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     first_index: int = 0
     client_index: int = 0
-    arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""

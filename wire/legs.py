@@ -167,7 +167,7 @@ def task_to_proto(request: EngineRequest, into: pb.Task | None = None) -> pb.Tas
     """Translate a request.
 
     The leg's own message contains the transfer, or the pooling of an embedding, whose task has no sampling.
-    ``client_index``, ``arrival_time``, ``lora_request`` and ``multi_modal_inputs`` are not part of the protocol.
+    ``client_index``, ``lora_request`` and ``multi_modal_inputs`` are not part of the protocol.
     """
     # To assign a message to a field copies it, with a whole prompt.
     task = pb.Task() if into is None else into

@@ -97,7 +97,6 @@ def requests(
         num_choices=st.integers(1, MAX_CHOICES),
         first_index=_TASK["first_index"],
         client_index=st.just(0),
-        arrival_time=st.just(0.0),
         priority=_TASK["priority"],
         cache_salt=TEXTS,
         tenant=TEXTS,
