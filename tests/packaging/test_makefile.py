@@ -78,9 +78,9 @@ ANYWHERE = "not explore and not gpu and not docker and not sdk and not triton an
 
 def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
     (quick,) = (line for line in planned(programs, "test") if "-m pytest" in line)
-    assert f'-n 2 --dist worksteal -m "not slow and {ANYWHERE}"' in quick
+    assert f'-n 3 --dist worksteal -m "not slow and {ANYWHERE}"' in quick
     beside, alone = (line for line in planned(programs, "test-slow") if "-m pytest" in line)
-    assert f'-n 2 --dist worksteal -m "slow and not alone and {ANYWHERE}"' in beside
+    assert f'-n 3 --dist worksteal -m "slow and not alone and {ANYWHERE}"' in beside
     assert f'-m pytest -m "slow and alone and {ANYWHERE}"' in alone
     assert any(
         "-m pytest -c tests/gpu/alone.ini --rootdir . -m gpu" in line
@@ -88,7 +88,7 @@ def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
     )
     (system,) = (line for line in planned(programs, "test-system") if "-m pytest" in line)
     assert "-m pytest -m system " in system
-    for marker, how in (("docker", ""), ("sdk", ""), ("triton", "-n 2 --dist worksteal ")):
+    for marker, how in (("docker", ""), ("sdk", ""), ("triton", "-n 3 --dist worksteal ")):
         lines = planned(programs, f"test-{marker}")
         assert any(line.endswith(f"-m pytest {how}-m {marker} tests/{marker}") for line in lines)
 
