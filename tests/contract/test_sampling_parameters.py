@@ -96,7 +96,7 @@ BEHAVIOUR: dict[str, dict[str, str]] = {
     },
     "prompt_logprobs": {
         # of chats and completions only, and not with stream
-        "router/http/fields/sampling.py": "InvalidRequestError shared_fields",
+        "router/http/fields/sampling.py": "InvalidRequestError read_shared_fields",
         "router/http/schema/generation.py": "GENERATION",
         "router/http/fields/unsupported.py": "OPENAI_NEUTRAL",
         # an echoed prompt is shown with the log probabilities of the answer

@@ -9,11 +9,12 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from msgspec.structs import replace
 
 from contract.errors import OverloadedError
 from contract.identity import Role
 from contract.outputs import FinishReason
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, PoolingParams
 from contract.sampling import SamplingParams
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
@@ -50,7 +51,7 @@ SLOW = Script(tokens=TOKENS, token_delay_seconds=0.2)
 
 def encode(request: EngineRequest) -> pb.Order:
     """Order an encoder as an embedding, since it has no order of its own. Its result is not read here."""
-    return pb.Order(embed=embed_to_proto(request))
+    return pb.Order(embed=embed_to_proto(replace(request, pooling_params=PoolingParams())))
 
 
 KINDS = {**LEG_KINDS, ENCODE: LegKind(order=encode, result=Result.NONE)}
