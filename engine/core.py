@@ -1,5 +1,6 @@
 """The engine: a scheduler that decides, an executor that computes, and the step that joins them."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -8,9 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
 from contract.decoding import converter
-from contract.errors import DeadlineError, KvbatonError, NotFoundError, UnsupportedFieldError
+from contract.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    KvbatonError,
+    NotFoundError,
+    UnsupportedFieldError,
+)
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff
 from engine.connecting import EngineConnector, Transfers, connect
@@ -35,6 +44,8 @@ from engine.stepping.gate import PacedGate, StepGate, Work
 
 if TYPE_CHECKING:
     from engine.executor import Executor
+
+logger = logging.getLogger(__name__)
 
 StartedStep = tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]
 """A step's order, and what waits for its results."""
@@ -311,6 +322,34 @@ class EngineCore:
     def close(self) -> None:
         """Close connector and compiler, and end the ranks (which close the connector's other half). May be called twice."""
         self._resources.close()
+
+
+def reload_weights(core: EngineCore) -> str:
+    """Read the model's weights again, and drop the prefix cache that the former ones have filled; return the fingerprint.
+
+    Raises InvalidRequestError while a request is live, or if the engine hands KV over: the fingerprint is its name at peers.
+    Raises SettingError if the folder has another model now. Nothing has changed then. Raises InternalError if the weights
+    could not be loaded; the former ones are gone then, and the engine cannot compute.
+    """
+    if core.scheduler.get_kv_connector() is not None:
+        raise InvalidRequestError(
+            "an engine that hands KV over cannot reload its weights: stop its worker and start it again"
+        )
+    # Those that wait count as well: they hold no blocks, but their hashes begin with the former fingerprint.
+    if core.scheduler.has_unfinished_requests():
+        raise InvalidRequestError("requests that have not finished use the weights; reload them afterwards")
+    core.executor.collective_rpc("check_reload")
+    try:
+        core.executor.collective_rpc("reload_weights")
+    except KvbatonError as error:
+        raise InternalError(
+            f"the weights could not be reloaded, and the former ones are freed: {error.message}"
+        ) from error
+    fingerprint = core.executor.model_info.fingerprint
+    core.info = structs.replace(core.info, model_fingerprint=fingerprint)
+    core.scheduler.reset_prefix_cache(fingerprint)
+    logger.info("weights were reloaded: the model's fingerprint is %s", fingerprint)
+    return fingerprint
 
 
 def _check(request: EngineRequest, info: EngineInfo) -> None:

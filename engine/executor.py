@@ -202,6 +202,8 @@ class RanksExecutor(Executor):
         ]
         if method == "initialize_from_config":
             self._layout = values[0]
+        if method == "reload_weights":
+            self._model_info = values[0]
         return values
 
     def set_connector(self, connector: RanksConnector) -> None:

@@ -19,7 +19,7 @@ from contract.errors import (
 )
 from contract.identity import Role
 from contract.outputs import EngineOutput
-from engine.core import EngineCore
+from engine.core import EngineCore, reload_weights
 from engine.options import EngineOptions
 from engine.settings import EngineSettings
 from kvbaton.outputs import RequestOutput
@@ -123,6 +123,27 @@ class Engine:
         self._ready.pop(request_id, None)
         if running := self._running.pop(request_id, None):
             self._core.abort(running.engine_request.keys)
+
+    def reload_weights(self) -> None:
+        """Read the weights of the model's folder again, and drop the prefix cache; new answers are those of the new ones.
+
+        Files are replaced by renaming, since the old ones are in use until then. Raises InvalidRequestError while a request
+        has not finished, SettingError if the folder has another model now: other sizes, tensors or end tokens. Nothing has
+        changed then; any other error closes the engine. Raises UnavailableError after ``close``.
+        """
+        self._check_open()
+        if self._running:
+            raise InvalidRequestError(
+                f"request {next(iter(self._running))} has not finished: weights are reloaded when none is left"
+            )
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            try:
+                reload_weights(self._core)
+            except (InvalidRequestError, SettingError):
+                undo.pop_all()
+                raise
+            undo.pop_all()
 
     def has_unfinished_requests(self) -> bool:
         """Return whether ``step`` still has outputs or errors to give."""

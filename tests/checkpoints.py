@@ -153,6 +153,13 @@ def write_modules(folder: Path, mode: str = "lasttoken", *further: str) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **modes}))
 
 
+def replace_weights(folder: Path, seed: int, **overrides: Any) -> None:
+    """Write the files of other weights beside a folder and rename them into it: the old ones may be mapped to memory."""
+    made = make_checkpoint(folder.parent / f"{folder.name}-{seed}", seed=seed, **overrides)
+    for file in made.iterdir():
+        file.rename(folder / file.name)
+
+
 def load_reference(folder: Path) -> Any:
     """Load the checkpoint with transformers in float32, for comparisons."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

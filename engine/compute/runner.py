@@ -5,15 +5,16 @@ half of the connector. All ranks of several have the same tokens: they find best
 shares them.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from contract.errors import InternalError
+from contract.errors import InternalError, SettingError
 from contract.layout import KVLayout
 from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
@@ -34,6 +35,7 @@ from engine.kv_cache.sizing import (
     profile_lengths,
 )
 from engine.kv_cache.startup import KVCacheConfig, KVCacheSpec
+from engine.models.checkpoint import check_same_model, describe_model
 from engine.models.config import ModelInfo
 from engine.models.loading import LoadedModel, load
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
@@ -47,7 +49,6 @@ _T = TypeVar("_T")
 _HOST_TOKENS = 512
 
 
-@dataclass(frozen=True)
 class _Model:
     """A loaded model, and what computes with it."""
 
@@ -55,6 +56,15 @@ class _Model:
     forward: ForwardPass
     sampler: RankSampler
     prompt_logprobs: PromptLogprobs
+
+    def __init__(
+        self, settings: EngineSettings, device: torch.device, group: RankGroup, make_forward: MakeForward
+    ) -> None:
+        self._settings = settings
+        self._device = device
+        self._group = group
+        self._make_forward = make_forward
+        self._load()
 
     @property
     def info(self) -> ModelInfo:
@@ -65,6 +75,49 @@ class _Model:
         self.forward.close()
         if self.loaded.exchange is not None:
             self.loaded.exchange.close()
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """See ``ModelRunner.get_kv_cache_specs``."""
+        config = self.loaded.config
+        spec = KVCacheSpec(self._settings.block_size, config.num_kv_heads, config.head_dim, self.info.dtype)
+        return {f"model.layers.{layer}.self_attn": spec for layer in range(config.num_layers)}
+
+    def check_reload(self) -> None:
+        """Raise SettingError if the folder has another model now, or experts are spread over several engines."""
+        if self.loaded.exchange is not None:
+            raise SettingError(
+                "experts that are spread over several engines cannot be reloaded in one of them"
+            )
+        check_same_model(self.loaded.facts, describe_model(self._settings.model))
+
+    def reload(self) -> "_Model":
+        """Load the model again; return this object. The old weights are freed first, since both may not fit."""
+        self.close()
+        del self.loaded, self.forward, self.sampler, self.prompt_logprobs
+        gc.collect()  # modules and what computes with them refer to each other
+        self._load()
+        with torch.inference_mode(), naming_memory("a step in the null block", "max_num_batched_tokens"):
+            self.forward.reserve(null_layers(self.loaded, self._settings.block_size, self._device))
+        return self
+
+    def _load(self) -> None:
+        settings = self._settings
+        group = self._group
+        with naming_memory("the model", "device"):
+            self.loaded = load(
+                settings.model,
+                settings.dtype,
+                settings.max_model_len,
+                self._device,
+                group,
+                settings.fp8_products,
+                join_exchange(settings, self._device, group.rank),
+            )
+        self.forward = self._make_forward(self.loaded, settings, self._device)
+        vocab_size = self.loaded.info.vocab_size
+        self.sampler = RankSampler(self.forward, group, self._device, vocab_size)
+        whole_logits = self.sampler.whole_logits
+        self.prompt_logprobs = PromptLogprobs(whole_logits, vocab_size, makes_lists=group.rank == 0)
 
 
 class ModelRunner:
@@ -108,7 +161,19 @@ class ModelRunner:
         torch.set_num_threads(max(1, self._settings.num_threads // self._group.size))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._loaded = _load(self._settings, self.device, self._group, make_forward or forward_pass)
+        self._loaded = _Model(self._settings, self.device, self._group, make_forward or forward_pass)
+
+    def check_reload(self) -> None:
+        """Raise SettingError if the weights of the model's folder cannot take the place of those that are loaded."""
+        self._model.check_reload()
+
+    def reload_weights(self) -> ModelInfo:
+        """Read the model's weights again, between two steps, and warm up. The KV pool stays; an error leaves no model."""
+        model = self._model
+        self._loaded = None
+        self._loaded = model.reload()
+        self.warm_up()
+        return self.model_info
 
     @property
     def runs_ahead(self) -> bool:
@@ -121,11 +186,7 @@ class ModelRunner:
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """Return the spec of each layer on this rank, by layer name, first to last."""
-        config = self._model.loaded.config
-        spec = KVCacheSpec(
-            self._settings.block_size, config.num_kv_heads, config.head_dim, self.model_info.dtype
-        )
-        return {f"model.layers.{layer}.self_attn": spec for layer in range(config.num_layers)}
+        return self._model.kv_cache_specs()
 
     def determine_available_memory(self) -> int:
         """Return the bytes for the KV cache, measured by a forward pass without KV over a full batch of dummy tokens.
@@ -246,10 +307,7 @@ class ModelRunner:
             self._model.forward.begin(profile_inputs([1]), self.memory.layers)()
 
     def interrupt(self) -> None:
-        """End the running step without results; from any thread.
-
-        Only a step of one token for each request, without orders for the connector, is interrupted.
-        """
+        """End the running step without results, from any thread, if it holds only answers and has no connector's orders."""
         if self._loaded is not None:
             self._loaded.forward.interrupt()
 
@@ -262,25 +320,6 @@ class ModelRunner:
         if self._memory is not None:
             self._memory.close()
         self._group.close()
-
-
-def _load(
-    settings: EngineSettings, device: torch.device, group: RankGroup, make_forward: MakeForward
-) -> _Model:
-    with naming_memory("the model", "device"):
-        loaded = load(
-            settings.model,
-            settings.dtype,
-            settings.max_model_len,
-            device,
-            group,
-            settings.fp8_products,
-            join_exchange(settings, device, group.rank),
-        )
-    forward = make_forward(loaded, settings, device)
-    sampler = RankSampler(forward, group, device, loaded.info.vocab_size)
-    lists = PromptLogprobs(sampler.whole_logits, loaded.info.vocab_size, makes_lists=group.rank == 0)
-    return _Model(loaded, forward, sampler, lists)
 
 
 def _ready(value: _T | None, needed: str) -> _T:

@@ -26,6 +26,8 @@ HEAD_NAME = "lm_head.weight"
 _DECODER = "model."
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _NAMES_SHOWN = 5
+_NOTES_OF_CONFIG = frozenset({"transformers_version", "_name_or_path"})
+"""Fields of config.json about the program that has written it."""
 _SHOWN_CHARACTERS = 80
 _INDEX = "model.safetensors.index.json"
 
@@ -111,6 +113,32 @@ class Checkpoint:
         if file not in self._open:
             self._open[file] = _open(file, self._framework)
         return self._open[file]
+
+
+def describe_model(folder: Path) -> dict[str, Any]:
+    """Return what a loaded model depends on beside its numbers, by name: config.json, end tokens, shapes, types of tensors.
+
+    Raises SettingError for a folder that cannot be read.
+    """
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder)
+    facts: dict[str, Any] = {
+        f"{name} of config.json": value for name, value in config.items() if name not in _NOTES_OF_CONFIG
+    }
+    facts["the end tokens"] = read_eos_token_ids(folder, config)
+    for name in sorted(checkpoint.names()):
+        facts[f"tensor {name}"] = (checkpoint.shape(name), checkpoint.stored_dtype(name))
+    return facts
+
+
+def check_same_model(loaded: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise SettingError that names the first fact of ``describe_model`` in which the folder differs from what is loaded."""
+    for name in [*loaded, *(found.keys() - loaded.keys())]:
+        if loaded.get(name) != found.get(name):
+            raise bad_model(
+                f"{name} was {loaded.get(name)!r:.80} when the model was loaded and is {found.get(name)!r:.80}; weights are "
+                "reloaded into the same model only: start the engine again for another one"
+            )
 
 
 def check_tensors(

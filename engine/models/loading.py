@@ -1,9 +1,10 @@
 """Load a model that is ready to run, and its properties, from a checkpoint folder."""
 
 import logging
-from collections.abc import Callable, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from engine.fp8.stored import Fp8Checkpoint, Weights
 from engine.models.checkpoint import (
     Checkpoint,
     check_tensors,
+    describe_model,
     read_config,
     read_eos_token_ids,
     resolve_dtype,
@@ -72,7 +74,7 @@ class LoadedModel:
     """One rank's part of a model, with its weights on the device.
 
     config: that part; info: the whole model; group: the ranks that have all parts. exchange: the engines that have the other
-    experts.
+    experts. facts: see ``describe_model``, when it was loaded.
     """
 
     model: LanguageModel
@@ -80,6 +82,7 @@ class LoadedModel:
     info: ModelInfo
     group: RankGroup = SingleRank()  # noqa: RUF009 - it has no state
     exchange: TokenExchange | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load(
@@ -120,7 +123,7 @@ def load(
     model.place(device)
     has_head = plan.head is not Head.NONE
     info = _info(folder, raw, plan.config, plan.length, plan.dtype, has_head, numbers)
-    return LoadedModel(model.eval(), of_rank, info, group, exchange)
+    return LoadedModel(model.eval(), of_rank, info, group, exchange, describe_model(folder))
 
 
 def _numbers(
@@ -155,7 +158,7 @@ def _load_from_transformers(
     length = model_length(max_model_len, found.num_positions)
     model, shape = found.load(DTYPES[name], device)
     info = _info(folder, raw, shape, length, name, has_head=True, numbers=name)
-    return LoadedModel(model, shape, info)
+    return LoadedModel(model, shape, info, facts=describe_model(folder))
 
 
 def _info(

@@ -132,8 +132,11 @@ class SchedulerInterface(ABC):
     # The cache and the connector.
 
     @abstractmethod
-    def reset_prefix_cache(self) -> bool:
-        """Drop all cached content: the weights changed. Returns False, and does nothing, while a block is in use."""
+    def reset_prefix_cache(self, model_fingerprint: str | None = None) -> bool:
+        """Drop all cached content: the weights changed. Returns False, and does nothing, while a block is in use.
+
+        model_fingerprint: of the weights that new requests are computed with; None: the same as before.
+        """
 
     def get_kv_connector(self) -> SchedulerConnector | None:
         """Return the scheduler's half of the connector; None in an engine without one."""

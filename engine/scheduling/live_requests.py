@@ -197,6 +197,7 @@ class Intake:
         self._grammars = grammars
         self._totals = totals
         self._limits = limits
+        self.model_fingerprint = limits.model_fingerprint
         self._block_size = block_size
         self._clock = clock
 
@@ -211,7 +212,7 @@ class Intake:
         self._grammars.check(engine_request)
         request = Request.from_engine_request(
             engine_request,
-            self._limits.model_fingerprint,
+            self.model_fingerprint,
             self._block_size,
             now=self._clock(),
             arrival_number=self._totals.num_requests,

@@ -209,12 +209,13 @@ class Scheduler(SchedulerState):
 
     # The cache, and views of the whole.
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop all cached content; return False, and do nothing, while a block is in use."""
+    def reset_prefix_cache(self, model_fingerprint: str | None = None) -> bool:
+        """See SchedulerInterface."""
         self.remote_kv.tiers.settle()  # blocks that are held for a copy are not in use
         was_reset = self.pool.reset_prefix_cache()
         if was_reset:
             self.remote_kv.tiers.reset()
+            self.intake.model_fingerprint = model_fingerprint or self.intake.model_fingerprint
         self.totals.prefix_cache.reset |= was_reset
         return was_reset
 

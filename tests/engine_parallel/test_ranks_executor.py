@@ -27,7 +27,7 @@ from engine.executor import Executor, InProcessExecutor, RanksExecutor, create_e
 from engine.kv_cache.startup import KVCacheConfig, KVCacheSpec, initialize_kv_cache
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.settings import EngineSettings
-from tests.checkpoints import load_reference, make_checkpoint
+from tests.checkpoints import load_reference, make_checkpoint, reference_greedy, replace_weights
 from tests.engine_compute.driver import greedy
 from tests.engine_compute.test_runner import RecordingConnector
 from tests.engine_parallel.echoing_half import EchoingRanks
@@ -161,6 +161,20 @@ def test_arguments_are_given_by_position_or_by_name(ranks: RanksExecutor) -> Non
     assert [output.sampled_token_ids for output in ended] == [expected] * 2
     ranks.collective_rpc("begin_step", step, masks=None)
     assert ranks.collective_rpc("finish_step", None)[0].sampled_token_ids == expected
+
+
+def test_all_ranks_reload_their_weights(ranks: RanksExecutor, model: Path) -> None:
+    """B16: each its part."""
+    step = replace(prompt_step(), finished_req_ids={"a"})
+    prompt = step.scheduled_new_reqs[0].prompt_token_ids
+    info = ranks.model_info
+    for seed in (5, 0):  # 0 is that of the other tests
+        replace_weights(model, seed)
+        assert ranks.collective_rpc("check_reload") == [None, None]
+        assert ranks.collective_rpc("reload_weights") == [ranks.model_info] * 2
+        assert (ranks.model_info == info) == (seed == 0)
+        golden = reference_greedy(load_reference(model), prompt, 1)
+        assert ranks.execute_model(step).sampled_token_ids == [golden]
 
 
 def test_an_invalid_call_is_rejected_by_the_executor(ranks: RanksExecutor, model: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from contract.errors import InvalidRequestError, SettingError, UnavailableError
 from kvbaton import LLM, Engine, RequestOutput, SamplingParams
+from tests.checkpoints import load_reference, make_checkpoint, reference_greedy, replace_weights
 from tests.offline.test_llm import PARAMS, PROMPTS, told
 
 SMALL: dict[str, Any] = {"num_threads": 1, "kv_cache_bytes": 64 * 2**20}
@@ -117,6 +118,45 @@ def test_answers_depend_on_no_other_request(engine: Engine) -> None:
                     engine.add_request(str(number), PROMPTS[number % 4], params[number])
             last |= {output.request_id: output for output in engine.step()}
         assert {int(name): told([output]) for name, output in last.items()} == alone
+
+
+def test_reloaded_weights_answer_and_the_cache_of_the_former_ones_is_gone(tmp_path: Path) -> None:
+    """B16: the golden text is that of the weights that the folder has now."""
+    folder = make_checkpoint(tmp_path / "model", seed=1)
+    prompt = [(7 * i + 3) % 256 for i in range(40)]
+    answers = []
+    with Engine(folder, dtype="float32", **SMALL) as engine:
+        for seed in (2, 1, None):
+            golden = reference_greedy(load_reference(folder), prompt, 6)
+            for num_cached in (0, 32):
+                engine.add_request("a", prompt, GREEDY)
+                with pytest.raises(InvalidRequestError, match="request a has not finished"):
+                    engine.reload_weights()
+                (answer,) = finish(engine).values()
+                assert answer.outputs[0].token_ids == golden
+                assert answer.num_cached_tokens == num_cached
+            answers.append(golden)
+            if seed:
+                replace_weights(folder, seed)
+                engine.reload_weights()
+    assert answers[0] == answers[2] != answers[1]
+    with pytest.raises(UnavailableError):
+        engine.reload_weights()
+
+
+def test_another_model_is_not_loaded_in_the_place_of_the_old_one(tmp_path: Path) -> None:
+    """B16: the engine answers as before, with its cache."""
+    folder = make_checkpoint(tmp_path / "model", seed=1)
+    prompt = [(7 * i + 3) % 256 for i in range(40)]
+    with Engine(folder, dtype="float32", **SMALL) as engine:
+        engine.add_request("a", prompt, GREEDY)
+        golden = told(list(finish(engine).values()))
+        replace_weights(folder, 2, num_hidden_layers=3)
+        with pytest.raises(SettingError, match=r"num_hidden_layers of config.json was 2 .* and is 3"):
+            engine.reload_weights()
+        engine.add_request("a", prompt, GREEDY)
+        (again,) = finish(engine).values()
+        assert (told([again]), again.num_cached_tokens) == (golden, 32)
 
 
 def test_an_aborted_request_gives_nothing_more(engine: Engine) -> None:

@@ -126,9 +126,9 @@ class LocalRanksExecutor(Executor):
         """See Executor."""
         return self.runners[0].memory.layout
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+    def collective_rpc(self, method: str, *args: Any, **named: Any) -> list[Any]:
         """See Executor. A rank's error is raised as it is; it breaks the group if others wait for that rank."""
-        return self._on_all([partial(getattr(runner, method), *args) for runner in self.runners])
+        return self._on_all([partial(getattr(runner, method), *args, **named) for runner in self.runners])
 
     def set_connector(self, connector: RanksConnector) -> None:
         """See Executor."""

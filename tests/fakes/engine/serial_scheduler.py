@@ -103,7 +103,7 @@ class SerialScheduler(SchedulerInterface):
     def check_integrity(self) -> None:
         assert self._queue.keys() >= self._tokens.keys()
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, model_fingerprint: str | None = None) -> bool:
         return True
 
     def needs_step(self) -> bool:
