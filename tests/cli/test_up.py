@@ -28,6 +28,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 FREE_PORTS = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a prefill worker, which is nicer than others, starts for longer than requests wait by default."""
+    monkeypatch.setenv("KVBATON_WORKER_WAIT_SECONDS", "120")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"))
