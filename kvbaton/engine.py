@@ -136,14 +136,13 @@ class Engine:
             raise InvalidRequestError(
                 f"request {next(iter(self._running))} has not finished: weights are reloaded when none is left"
             )
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            try:
-                reload_weights(self._core)
-            except (InvalidRequestError, SettingError):
-                undo.pop_all()
-                raise
-            undo.pop_all()
+        try:
+            reload_weights(self._core)
+        except (InvalidRequestError, SettingError):
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     def has_unfinished_requests(self) -> bool:
         """Return whether ``step`` still has outputs or errors to give."""

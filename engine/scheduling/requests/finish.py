@@ -42,7 +42,7 @@ _FINISHED = frozenset(
 
 
 class SequenceStatus(IntEnum):
-    """The same life in the numbers of vLLM's first engine, whose order counts: what is above SWAPPED has finished."""
+    """A request's status with the numbers of vLLM's first engine. A request above SWAPPED has finished."""
 
     WAITING = 0
     RUNNING = 1
