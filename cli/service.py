@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from contract.errors import KvbatonError
 from contract.identity import Role
+from contract.processes import die_with_parent
 from launch.arguments import parse
 from launch.service_settings import (
     BothCommand,
@@ -27,7 +28,6 @@ from launch.settings import ServiceSettings
 from serving import event_loop
 from serving.http_acceptor import raise_descriptor_limit
 from serving.logs import configure_logs, log_settings
-from serving.signals import die_with_parent
 from worker.loop_watch import LoopWatch
 
 logger = logging.getLogger(__name__)

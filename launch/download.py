@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from contract.errors import SettingError
-from serving.signals import die_with_parent
+from contract.processes import die_with_parent
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from contract.identity import new_secret
-from contract.run_folder import RunFolder
+from contract.processes import RunFolder
 from launch.kept_process import Facts, Listener
 from launch.memory_plan import check_memory
 from launch.model import check_model, find_model

@@ -18,7 +18,7 @@ import grpc.aio
 
 from contract.addresses import join_address, split_address
 from contract.errors import SettingError
-from contract.run_folder import RunFolder
+from contract.processes import RunFolder
 from serving.http2_frames import Code, goaway
 from serving.http2_limits import ClientFrames, FrameLimitError
 from serving.http_acceptor import HttpAcceptor, listen

@@ -2,14 +2,11 @@
 
 A command has one of three states. Outside of an event loop, SIGTERM raises ``Terminated`` as SIGINT raises KeyboardInterrupt
 (``raising``). In an event loop, the first of both cancels the main task (``run``; asyncio does so for SIGINT). A
-service that stops in an order of its own waits for an event (``until_stopped``). A child process also ends with its parent.
+service that stops in an order of its own waits for an event (``until_stopped``).
 """
 
 import asyncio
-import ctypes
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
@@ -19,7 +16,6 @@ from typing import Any, NoReturn, TypeVar
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 T = TypeVar("T")
 _LOOK_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 
 
 class Terminated(KeyboardInterrupt):
@@ -137,21 +133,3 @@ def _handle(numbers: tuple[signal.Signals, ...], handle: Any) -> Iterator[None]:
         for number in numbers:
             loop.remove_signal_handler(number)
             signal.signal(number, earlier[number])
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent, ``parent_pid``, ends.
-
-    Linux: prctl(PR_SET_PDEATHSIG, SIGKILL), see prctl(2); the signal is bound to the parent's *thread* that started this
-    process. If the parent has ended before the call, which its pid shows, the process exits at once with code 1. Other
-    systems have no such call; there only the pid is checked.
-    """
-    # It writes to its parent's terminal, but is no foreground process of the session: ``stty tostop`` would stop it.
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The parent may have ended before the call above: then no signal comes.
-    if os.getppid() != parent_pid:
-        sys.exit(1)

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from contract.errors import WorkerLostError, error_from_kind
-from contract.run_folder import RunFolder
+from contract.processes import RunFolder
 from engine.distributed.channel import RankChannel, calls_ring, create_ring_file, write_message
 from engine.distributed.messages import Raised, RankPlan, Returned, cause_of
 from engine.distributed.process_group import listen_for_ranks
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from engine.distributed.rank_program import main; main(sys.argv[2])"
+    "from engine.distributed.rank_program import main; main(sys.argv[2], int(sys.argv[3]))"
 )
 _DESCRIBED_SECONDS = 5.0
 # Answers without a call: the rank has joined its group.
@@ -171,7 +171,7 @@ def _start(plan: RankPlan) -> "subprocess.Popen[bytes]":
         *([] if plan.store is None else [plan.store]),
     ]
     text = msgspec.json.encode(plan, enc_hook=lambda settings: settings.model_dump(mode="json")).decode()
-    command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), text]
+    command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), text, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
 
 

@@ -1,12 +1,10 @@
 """The program of a rank process: it joins the group, then carries out calls on the runner until the engine ends it."""
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import zmq
 
 from contract.decoding import json_decoder, msgpack_decoder
 from contract.errors import ErrorKind, KvbatonError
+from contract.processes import die_with_parent
 from engine.distributed.channel import (
     Doorbell,
     LargeSocket,
@@ -46,8 +45,6 @@ from engine.distributed.process_group import (
 )
 from engine.distributed.rank_watch import beat
 from engine.settings import EngineSettings
-
-_PR_SET_PDEATHSIG = 1
 
 
 class RankLoop:
@@ -134,13 +131,12 @@ def _join(plan: RankPlan) -> TorchRankGroup:
     return group
 
 
-def main(plan_text: str) -> None:
-    """Run the process, until the engine closes the channel or dies."""
+def main(plan_text: str, parent_pid: int) -> None:
+    """Run the process, a child of ``parent_pid``, until the engine closes the channel or dies."""
     # Of a terminal, or of a service manager: the parent ends the ranks.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":  # elsewhere it ends after its call, by the doorbell
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(parent_pid)  # on Linux; elsewhere it ends after its call, by the doorbell
     plan: RankPlan = json_decoder(RankPlan, lambda _, values: EngineSettings(**values)).decode(plan_text)
     logging.basicConfig(
         level=plan.log_level, format=f"%(asctime)s rank {plan.rank} %(levelname)s %(name)s: %(message)s"

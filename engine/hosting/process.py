@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from contract.decoding import msgpack_decoder
 from contract.errors import SettingError
-from contract.run_folder import RunFolder
+from contract.processes import RunFolder, remove_stale
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Stopped, ToEngine
 from engine.hosting.process_main import Addresses, engine_main
 from engine.hosting.running import EnginePlan
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 6
 _LAST_MESSAGES_SECONDS = 0.5
+# The temporary folders that an engine's process makes: those of its ranks' channels, and of sockets that share its pool.
+_FOLDERS = ("ranks", "shm")
 
 
 class ClientSockets:
@@ -156,6 +158,9 @@ class EngineProcess:
                 self._watching.cancel()
             self._sockets.close()
         self.process.join()
+        if self.process.exitcode:  # it was killed, and could not remove its folders
+            for kind in _FOLDERS:
+                remove_stale(kind)
         return self._has_stopped_as_asked and self.process.exitcode == 0
 
     async def _read(self, receive: Callable[[FromEngine], None]) -> None:

@@ -1,7 +1,6 @@
 """The engine-core process itself: connect, run the step loop, while a thread reads the input."""
 
 import contextlib
-import ctypes
 import gc
 import logging
 import multiprocessing
@@ -17,11 +16,11 @@ import msgspec
 import zmq
 
 from contract.decoding import msgpack_decoder
+from contract.processes import die_with_parent
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Shutdown, ToEngine
 from engine.hosting.running import EnginePlan, run_engine
 from engine.stepping.loop import Inbox, StepLoop
 
-_PR_SET_PDEATHSIG = 1
 _FLUSH_MILLISECONDS = 2000
 # The longest time in which a thread may hold the GIL while another waits; a thread that moves KV takes it repeatedly.
 _SWITCH_SECONDS = 0.00005
@@ -47,8 +46,8 @@ def engine_main(plan: EnginePlan, addresses: Addresses) -> None:
     outlives a process is closed by then.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends the engine, after its drain
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        die_with_parent(parent.pid)
     sys.setswitchinterval(_SWITCH_SECONDS)
     plan.prepare()
     inbox = Inbox()
@@ -129,7 +128,7 @@ class _InputThread(threading.Thread):
 
 
 def _watch_parent(inbox: Inbox) -> None:
-    """End the loop when the parent is gone (also if it went before the kernel was asked to send a signal)."""
+    """End the loop when the parent is gone, on systems where the kernel does not end its children."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

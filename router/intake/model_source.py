@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from contract.errors import InternalError, KvbatonError, NotFoundError, UnavailableError
-from contract.run_folder import RunFolder
+from contract.processes import RunFolder
 from router.concurrency import ChangeSignal
 from router.workers.attached_worker import AttachedWorker
 from router.workers.registry import Registry

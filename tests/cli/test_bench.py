@@ -21,11 +21,15 @@ STEP_SECONDS = 0.002
 
 
 def answer(task: pb.Task, slower: float = 1.0) -> Script:
-    """Compute each prompt token in a tenth of a millisecond, or ``slower`` times that, and each step in two."""
+    """Compute each prompt token in a tenth of a millisecond, or ``slower`` times that, and each step in two.
+
+    A prefill takes its time: the router cuts what a worker reports to what it has measured itself.
+    """
+    seconds = slower * PREFILL_SECONDS * len(task.prompt_token_ids)
     return Script(
         tokens=[65] * 64,
-        token_delay_seconds=STEP_SECONDS,
-        timings=pb.LegTimings(prefill_seconds=slower * PREFILL_SECONDS * len(task.prompt_token_ids)),
+        token_delay_seconds=seconds if task.first_index == 0 else STEP_SECONDS,
+        timings=pb.LegTimings(prefill_seconds=seconds),
     )
 
 

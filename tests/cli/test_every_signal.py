@@ -70,6 +70,12 @@ class Started:
                 return True
         return False
 
+    def resume(self) -> None:
+        """Let the suspended engines go on."""
+        for process in self.suspended:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
     async def reach(self, stage: Callable[["Started"], bool]) -> None:
         """Wait until the command is at a stage. It must not end before."""
         while not stage(self):
@@ -283,7 +289,8 @@ async def test_a_signal_to_the_whole_session_drains_a_service(
         await running.reach(lambda _: ready.exists())
         for process in running.session():
             if process.pid != running.process.pid:
-                process.send_signal(number)
+                with suppress(psutil.NoSuchProcess):  # a helper of the start, which has ended since
+                    process.send_signal(number)
         code, errors = await running.end(number)
     assert code == 0, errors
     assert "Traceback" not in errors
@@ -364,7 +371,11 @@ async def test_the_next_start_removes_what_a_killed_one_has_left(files: Files, f
     async with started(folder, words) as running:
         await running.reach(Started.suspend_engine)
         running.process.kill()
-        await running.process.wait()
+        running.resume()
+        async with asyncio.timeout(BOUND_SECONDS):
+            await running.process.wait()
+            while running.session():
+                await asyncio.sleep(0.01)
     kinds = ("kvbaton-secret-*", "kvbaton-engine-*")
     left = {path.name for kind in kinds for path in folder.glob(kind)}
     assert len(left) >= 2

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -189,8 +190,17 @@ async def test_exception_in_a_step_ends_the_engine(kind: Any) -> None:
             await client.add_request(fake_request("late", [1]))
 
 
-async def test_killed_process_ends_every_request_and_call(tmp_path: Path) -> None:
-    """A8: the client notices the death, every call ends, and the sockets' folder is gone since the handshake."""
+async def test_killed_process_ends_every_request_and_call(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A8: the client notices the death, every call ends, and the sockets' folder is gone since the handshake.
+
+    What the process has left in the temporary folder is removed, and nothing else.
+    """
+    temporary = tmp_path_factory.mktemp("temporary")
+    for name in ("kvbaton-shm-left", "kvbaton-ranks-left", "kvbaton-notes"):
+        (temporary / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     plan = EnginePlan(
         settings=fake_settings(),
         transfers=Transfers(fake_connector_factory, STAGES),
@@ -209,6 +219,7 @@ async def test_killed_process_ends_every_request_and_call(tmp_path: Path) -> Non
         await client.call("stats")
     await client.abort("d")
     await client.shutdown()
+    assert [path.name for path in temporary.iterdir()] == ["kvbaton-notes"]
 
 
 async def test_process_that_cannot_start_reports_the_reason() -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SettingError
-from kv_transfer.transports.shm.sender import remove_fresh_folder, socket_path
+from kv_transfer.transports.shm.sender import socket_path
 from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
 
 
 def test_without_a_folder_each_worker_makes_a_private_one_with_an_unpredictable_name() -> None:
     """L9: /tmp/kvbaton-UID made by another user forced shm down to tcp."""
-    first, second = socket_path(None, "b"), socket_path(None, "b")
+    ports = [ShmPort(None, "b"), ShmPort(None, "b")]
+    first, second = (Path(port.sender.address) for port in ports)
     try:
         assert first.parent != second.parent
         for path in (first, second):
@@ -24,8 +25,8 @@ def test_without_a_folder_each_worker_makes_a_private_one_with_an_unpredictable_
             assert str(os.getuid()) != path.parent.name.rpartition("-")[2]
             assert path.name == "b.sock"
     finally:
-        for path in (first, second):
-            remove_fresh_folder(path.parent)
+        for port in ports:
+            port.sender.close()
 
 
 def test_a_pool_is_shared_from_a_fresh_folder_which_is_removed_with_its_worker() -> None:
@@ -41,20 +42,25 @@ def test_a_pool_is_shared_from_a_fresh_folder_which_is_removed_with_its_worker()
     assert not folder.exists()
 
 
-def test_what_dead_workers_left_of_fresh_folders_is_removed() -> None:
-    """L9: each start has a folder of its own, so the killed ones' must not pile up."""
-    dead = socket_path(None, "dead")
+def test_what_killed_workers_left_of_fresh_folders_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L9: each start has a folder of its own, so the killed ones' must not pile up, with or without a socket."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = [tmp_path / "kvbaton-shm-dead", tmp_path / "kvbaton-shm-young"]
+    for folder in left:
+        folder.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as gone:
-        gone.bind(str(dead))
+        gone.bind(str(left[0] / "dead.sock"))
     living = ShmPort(None, "living")
-    young = socket_path(None, "young")
+    other = ShmPort(None, "other")
     try:
-        assert not dead.parent.exists()
+        assert not any(folder.exists() for folder in left)
         assert Path(living.sender.address).exists()
-        assert young.parent.exists(), "it has no socket yet"
     finally:
         living.sender.close()
-        remove_fresh_folder(young.parent)
+        other.sender.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_temporary_folder_whose_path_is_too_long_is_removed(
@@ -62,7 +68,7 @@ def test_a_temporary_folder_whose_path_is_too_long_is_removed(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(SettingError, match="may have 107 bytes"):
-        socket_path(None, "b" * 120)
+        ShmPort(None, "b" * 120)
     assert list(tmp_path.iterdir()) == []
 
 

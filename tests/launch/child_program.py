@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 
-from serving.signals import die_with_parent
+from contract.processes import die_with_parent
 
 _BEHAVIOURS = ("well", "fails", "loads", "hangs", "stubborn", "parent", "drains")
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from contract.decoding import Count, Unsigned
 from contract.errors import SettingError, TransferError
+from contract.processes import RunFolder
 from engine.connector import KVMemory
 from kv_transfer.links.framing import encode_frame
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus
@@ -53,12 +54,11 @@ class ShmSender(Sender):
     def __init__(self, context: TransportContext) -> None:
         check_supported()
         settings = context.settings
-        path = socket_path(settings.shm_dir, settings.boot_id)
-        self.address = str(path)
         self._refuse("the pool is not allocated yet")
         with ExitStack() as undo:
-            if settings.shm_dir is None:
-                undo.callback(remove_fresh_folder, path.parent)
+            folder = settings.shm_dir or undo.enter_context(_fresh_folder()).path
+            path = socket_path(folder, settings.boot_id)
+            self.address = str(path)
             super().__init__(GenerationTable(context.on_idle, ID_TYPE))
             undo.callback(self.leases.close)
             self._pidfd = os.pidfd_open(os.getpid())
@@ -109,7 +109,6 @@ class ShmSender(Sender):
 
 
 _MAX_PATH_BYTES = 107
-_FRESH = "kvbaton-shm-"
 
 
 def check_supported(platform: str = sys.platform) -> None:
@@ -130,42 +129,31 @@ def _impossible(why: str) -> SettingError:
     return SettingError(f"transport shm is not possible here: {why}; choose auto or tcp", param="transport")
 
 
-def socket_path(folder: Path | None, boot_id: str) -> Path:
+def socket_path(folder: Path, boot_id: str) -> Path:
     """Return the path of this worker's socket in ``folder``, which is made (0700) if it is missing.
 
-    None: make a folder (0700) with an unpredictable name in the system's temporary folder; peers learn the path on their
-    control link, and ``remove_fresh_folder`` removes it. Files of dead workers are removed. Raises SettingError for a path
-    that is not a folder, that others may write to, or that is too long.
+    Sockets of dead workers are removed there. Raises SettingError for a path that is not a folder, that others may write to,
+    or that is too long.
     """
-    path = Path(tempfile.gettempdir() if folder is None else folder).absolute()
+    path = folder.absolute()
     try:
-        if folder is None:
-            for left in path.glob(f"{_FRESH}*"):
-                with suppress(OSError):
-                    info = left.lstat()
-                    is_ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
-                    # A folder without a socket is being made, and stays.
-                    if is_ours and _sweep(left):
-                        remove_fresh_folder(left)
-            path = Path(tempfile.mkdtemp(prefix=_FRESH, dir=path))
-        else:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_folder(path)
     except OSError as error:
         raise _unusable(path, str(error)) from error
     found = path / f"{boot_id}.sock"
     if len(os.fsencode(found)) > _MAX_PATH_BYTES:
-        if folder is None:
-            remove_fresh_folder(path)
         raise _unusable(path, f"a socket's path may have {_MAX_PATH_BYTES} bytes; {found} is longer")
     _sweep(path)
     return found
 
 
-def remove_fresh_folder(path: Path) -> None:
-    """Remove the folder that ``socket_path(None, ...)`` has made, after its socket."""
-    with suppress(OSError):
-        path.rmdir()
+def _fresh_folder() -> RunFolder:
+    """Make a folder (0700) with an unpredictable name; peers learn the path on their control link."""
+    try:
+        return RunFolder("shm")
+    except OSError as error:
+        raise _unusable(Path(tempfile.gettempdir()), str(error)) from error
 
 
 def _check_folder(path: Path) -> None:
@@ -185,9 +173,8 @@ def _unusable(path: Path, why: str) -> SettingError:
     )
 
 
-def _sweep(folder: Path) -> int:
-    """Remove sockets without a listener; return how many. A living worker's file appears only when it listens."""
-    num_removed = 0
+def _sweep(folder: Path) -> None:
+    """Remove sockets without a listener. A living worker's file appears only when it listens."""
     for path in folder.glob("*.sock"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
@@ -195,8 +182,6 @@ def _sweep(folder: Path) -> int:
                 sock.connect(str(path))
             except ConnectionRefusedError:
                 path.unlink()
-                num_removed += 1
-    return num_removed
 
 
 def listen_at(path: Path) -> socket.socket:

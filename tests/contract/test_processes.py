@@ -1,15 +1,15 @@
-"""Temporary folders of a process, and those that a killed one has left."""
+"""Temporary folders of a process, those that a killed one has left, and a child that ends with its parent."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-from contract.run_folder import RunFolder
+from contract.processes import RunFolder
 
 HOLDS = """
 import sys
 from pathlib import Path
-from contract.run_folder import RunFolder
+from contract.processes import RunFolder
 folder = RunFolder("kind", Path(sys.argv[1]))
 (folder.path / "socket").touch()
 print(folder.path, flush=True)
@@ -47,3 +47,17 @@ def test_what_is_no_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "kvbaton-kind-link").symlink_to(tmp_path / "elsewhere")
     RunFolder("kind", tmp_path).close()
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_child_of_another_parent_ends_at_once() -> None:
+    program = (
+        "import sys\nfrom contract.processes import die_with_parent\ndie_with_parent(1 << 22)\nprint('alive')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+def test_a_child_of_its_parent_lives_on() -> None:
+    program = "import os\nfrom contract.processes import die_with_parent\ndie_with_parent(os.getppid())\nprint('alive')"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "alive\n")

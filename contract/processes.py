@@ -1,18 +1,25 @@
-"""Private temporary folders of a running process, which the next process of the same user removes if this one was killed.
+"""Temporary folders and child processes, which do not stay behind when their process is killed.
 
-A folder belongs to the process that holds a lock on it (flock(2)). The kernel releases the lock when the process ends,
-also after SIGKILL, and no process that it starts inherits the lock: a folder whose lock is free has no owner any more.
+The next process of the same user removes the folders, and the kernel ends the children. A folder belongs to the process that
+holds a lock on it (flock(2)). The kernel releases the lock when the process ends, also after SIGKILL, and no process that it
+starts inherits the lock: a folder whose lock is free has no owner any more.
 """
 
+import ctypes
 import fcntl
 import os
 import shutil
+import signal
 import stat
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+_PR_SET_PDEATHSIG = 1
+_PREFIX = "kvbaton-{}-"
 
 
 class RunFolder:
@@ -22,11 +29,9 @@ class RunFolder:
     """
 
     def __init__(self, kind: str, within: Path | None = None) -> None:
-        base = Path(tempfile.gettempdir() if within is None else within)
-        prefix = f"kvbaton-{kind}-"
-        _remove_stale(base, prefix)
+        remove_stale(kind, within)
         while True:
-            path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX.format(kind), dir=within))
             lock = _locked(path)
             if lock is not None:
                 break
@@ -50,8 +55,10 @@ class RunFolder:
         self.close()
 
 
-def _remove_stale(base: Path, prefix: str) -> None:
-    for path in base.glob(f"{prefix}*"):
+def remove_stale(kind: str, within: Path | None = None) -> None:
+    """Remove the folders of this kind, see ``RunFolder``, whose processes have ended."""
+    base = Path(tempfile.gettempdir() if within is None else within)
+    for path in base.glob(f"{_PREFIX.format(kind)}*"):
         with suppress(OSError):
             info = path.lstat()
             if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
@@ -76,3 +83,21 @@ def _locked(path: Path) -> int | None:
         pass
     os.close(descriptor)
     return None
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Make the kernel kill this process when its parent, ``parent_pid``, ends.
+
+    Linux: prctl(PR_SET_PDEATHSIG, SIGKILL), see prctl(2); the signal is bound to the parent's *thread* that started this
+    process. If the parent has ended before the call, which its pid shows, the process exits at once with code 1. Other
+    systems have no such call; there only the pid is checked.
+    """
+    # It writes to its parent's terminal, but is no foreground process of the session: ``stty tostop`` would stop it.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The parent may have ended before the call above: then no signal comes.
+    if os.getppid() != parent_pid:
+        sys.exit(1)
