@@ -25,8 +25,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from contract.outputs import FinishReason
-from router.answers.answer import Answer, Delta, DeltaSink, Prompt, Usage
-from router.answers.merge_streams import merge_streams
+from router.answers.answer import Answer, Delta, DeltaSink, Prompt, Usage, merge_streams
 from router.attempts.request_run import OpenAnswers, RequestRun, RequestRuns
 from router.attempts.request_tracker import RequestTracker
 from router.intake.limits import check_repeated

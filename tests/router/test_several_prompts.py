@@ -12,8 +12,7 @@ import pytest
 from contract.errors import InternalError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.answers.answer import Delta
-from router.answers.merge_streams import merge_streams
+from router.answers.answer import Delta, merge_streams
 from tests.fakes.router.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.router.test_ends import nothing_is_left
