@@ -91,7 +91,8 @@ class Engine:
         """Run until all requests have finished and everything is stored."""
         while self.scheduler.requests or self.core.needs_step():
             self.step()
-        self.scheduler.remote_kv.tiers.settle()
+        if (tiers := self.scheduler.remote_kv.tiers) is not None:
+            tiers.settle()
 
     def resume_seconds(self) -> float:
         """Return how long a request with a long context takes to resume, when another prompt has had its blocks."""

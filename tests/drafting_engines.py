@@ -44,7 +44,8 @@ class DraftingEngine:
         both = {"kv_cache_bytes": 2**22, "speculate": "ngram", **changes}
         self._woken = threading.Semaphore(0)
         self.core = EngineCore(EngineSettings(model=model, **both), wake=self._woken.release)
-        self.scheduler.batcher.drafting.cost = FreeSteps()
+        if self.scheduler.batcher.drafting is not None:
+            self.scheduler.batcher.drafting.cost = FreeSteps()
         self._num_answers = 0
 
     @property

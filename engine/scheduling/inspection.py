@@ -33,6 +33,7 @@ def counters(scheduler: SchedulerState) -> dict[str, float]:
     totals = scheduler.totals
     stats = scheduler.make_stats()
     states = scheduler.pool.count_by_state().items()
+    tiers = scheduler.remote_kv.tiers
     of_transfers: dict[str, float] = {}
     if (connector := scheduler.get_kv_connector()) is not None:
         num_needed = scheduler.remote_kv.receiver.num_needed_blocks
@@ -58,7 +59,7 @@ def counters(scheduler: SchedulerState) -> dict[str, float]:
         "prefix_cache_hits_total": totals.prefix_cache.hits,
         **_of_drafts(stats.spec_decoding_stats),
         **of_transfers,
-        **scheduler.remote_kv.tiers.counters(),
+        **(tiers.counters() if tiers is not None else {}),
     }
 
 
@@ -85,7 +86,8 @@ def check_integrity(scheduler: SchedulerState) -> None:
     live.index.check_integrity()
     assert sorted(live.index.keys) == sorted(scheduler.requests)
     leases = map(lease_holder, scheduler.remote_kv.sender.leases)
-    copies = (tier.holder for tier in scheduler.remote_kv.tiers.tiers)
+    tiers = scheduler.remote_kv.tiers
+    copies = [tier.holder for tier in tiers.tiers] if tiers is not None else []
     assert set(pool.holders()) <= {*scheduler.requests, *leases, *copies}
     all_queues = (queues.running, queues.waiting, queues.arrived)
     queued = [request.key for queue in all_queues for request in queue]

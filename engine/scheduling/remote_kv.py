@@ -19,7 +19,6 @@ from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.request_index import RequestIndex
 from engine.scheduling.requests.step_plan import StepPlan
 from engine.scheduling.tiers.loads import TierLoads
-from engine.scheduling.tiers.tier import KVTiers
 from engine.scheduling.waits.waits import WaitStage
 
 
@@ -149,7 +148,7 @@ class RemoteKV:
     """A connector with the stages that use it; without one, NoTransfers stands for all three.
 
     waits: the wait stages among these: the receiver, if the engine has one, and the loads. loads: the wait for blocks of a
-    KV tier, which is a peer too; None without tiers. tiers: those tiers, maybe none.
+    KV tier, which is a peer too. tiers: those tiers. Both are None without tiers.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class RemoteKV:
         self.sender = sender
         self.receiver = receiver
         self.loads = loads
-        self.tiers = loads.tiers if loads else KVTiers()
+        self.tiers = loads.tiers if loads else None
         self.waits = [*waits, loads] if loads else list(waits)
 
     @classmethod

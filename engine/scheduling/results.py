@@ -140,7 +140,9 @@ class Results:
         if num_full > request.num_indexed_blocks:
             start = request.num_indexed_blocks
             hashes = request.block_hashes[start:num_full]
-            self._tiers.offer(self._pool.enter(request.key, start, hashes), hashes)
+            entered = self._pool.enter(request.key, start, hashes)
+            if self._tiers is not None:
+                self._tiers.offer(entered, hashes)
             request.num_indexed_blocks = num_full
 
     def _apply_first_tokens(self, request: Request, sampled: list[FirstToken]) -> None:
@@ -221,12 +223,12 @@ class Results:
         if has_nans:
             what = "the hidden states hold NaN or infinity" if request.is_pooling else "the logits hold NaN"
         else:
-            what = (
-                f"nothing was {'pooled' if request.is_pooling else 'sampled'} at the end of the known tokens"
-            )
+            result = "pooled" if request.is_pooling else "sampled"
+            what = f"nothing was {result} at the end of the known tokens"
         message = f"{what} after {request.num_tokens} tokens"
         self._pool.forget_content(request.key)
-        self._tiers.forget(request.block_hashes)
+        if self._tiers is not None:
+            self._tiers.forget(request.block_hashes)
         self._totals.num_corrupted += 1
         self._live.finish(request, Finish.with_error(ErrorKind.INTERNAL, message))
 

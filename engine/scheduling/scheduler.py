@@ -40,6 +40,7 @@ from engine.scheduling.requests.finish import Finish, RequestStatus
 from engine.scheduling.requests.step_plan import StepPlan
 from engine.scheduling.requests.stopping import add_bitmask
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.tiers.tier import KVTiers
 
 
 class Scheduler(SchedulerState):
@@ -94,13 +95,8 @@ class Scheduler(SchedulerState):
                 self._results.apply_step(running, scheduler_output, runner_output)
         # The tokens that the masks of a step which runs ahead depend on are known only now.
         self.batcher.next_step.add_masks()
-        # Behind each step, and before the next one is planned: blocks that it fills are held before they can be taken.
-        num_free = self.pool.num_free_blocks
-        self.remote_kv.tiers.advance(self._num_spare_blocks, is_idle=not self.queues.running.requests)
-        if self.pool.num_free_blocks > num_free and (
-            self.queues.waiting.requests or self.remote_kv.receiver.unserved
-        ):
-            self.live.has_changes = True
+        if self.remote_kv.tiers is not None:
+            self._advance(self.remote_kv.tiers)
         return self.live.outbox.flush()
 
     def note_duration(self, scheduled: SchedulerOutput, seconds: float) -> None:
@@ -113,7 +109,8 @@ class Scheduler(SchedulerState):
         # Before the metadata is built, so that the orders to publish go out with the step that computes these tokens.
         self.remote_kv.sender.publish(plan)
         output = plan.to_output()
-        self.batcher.drafting.request_drafts(plan, output)
+        if self.batcher.drafting is not None:
+            self.batcher.drafting.request_drafts(plan, output)
         if has_tokens:
             add_bitmask(plan, output)
         # Each copy and each finished request is reported to the runner once.
@@ -153,6 +150,14 @@ class Scheduler(SchedulerState):
                 self.queues.arrived.add(ready.request)
             else:
                 self.queues.waiting.add(ready.request)
+
+    def _advance(self, tiers: KVTiers) -> None:
+        """Let the tiers copy, behind a step and before the next one is planned: blocks that it fills are held by then."""
+        num_free = self.pool.num_free_blocks
+        tiers.advance(self._num_spare_blocks, is_idle=not self.queues.running.requests)
+        is_awaited = self.queues.waiting.requests or self.remote_kv.receiver.unserved
+        if is_awaited and self.pool.num_free_blocks > num_free:
+            self.live.has_changes = True
 
     def _num_spare_blocks(self) -> int:
         """Return how many free blocks no running request lacks, now or for its next token."""
@@ -211,10 +216,13 @@ class Scheduler(SchedulerState):
 
     def reset_prefix_cache(self, model_fingerprint: str | None = None) -> bool:
         """See SchedulerInterface."""
-        self.remote_kv.tiers.settle()  # blocks that are held for a copy are not in use
+        tiers = self.remote_kv.tiers
+        if tiers is not None:
+            tiers.settle()  # blocks that are held for a copy are not in use
         was_reset = self.pool.reset_prefix_cache()
         if was_reset:
-            self.remote_kv.tiers.reset()
+            if tiers is not None:
+                tiers.reset()
             self.intake.model_fingerprint = model_fingerprint or self.intake.model_fingerprint
         self.totals.prefix_cache.reset |= was_reset
         return was_reset

@@ -64,8 +64,10 @@ class SchedulerState(SchedulerInterface):
 
     def needs_step(self) -> bool:
         """See SchedulerInterface."""
+        tiers = self.remote_kv.tiers
         # What a tier has stored is recorded after any step; it is no reason to decide a step anew.
-        return bool(self.queues.running.requests) or self.has_changes() or self.remote_kv.tiers.has_stored
+        has_stored = tiers is not None and tiers.has_stored
+        return bool(self.queues.running.requests) or self.has_changes() or has_stored
 
     def has_changes(self) -> bool:
         """Return whether something has happened since the last step was decided."""
@@ -150,7 +152,7 @@ class SchedulerState(SchedulerInterface):
     def swapped_requests(self) -> list[Request]:
         """Return the preempted requests whose first block is in a tier."""
         tiers = self.remote_kv.tiers
-        if not tiers.tiers:
+        if tiers is None:
             return []
         return [
             request

@@ -8,7 +8,7 @@ import pytest
 
 from contract.outputs import FinishReason
 from engine.outputs import LogprobsLists, ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.batch.drafting import StepCost
+from engine.scheduling.batch.drafting import Drafting, StepCost
 from engine.scheduling.blocks.block_pool import blocks_needed
 from engine.scheduling.inspection import counters
 from engine.scheduling.stats import SpecDecodingStats
@@ -32,6 +32,13 @@ class RecordedEngine(SteppedEngine):
             return replace(output, sampled_token_ids=[list(tokens) for tokens in output.sampled_token_ids])
 
         self.executor.runner.execute_model = recorded  # type: ignore[method-assign]
+
+    @property
+    def drafting(self) -> Drafting:
+        """The part that decides about its drafts."""
+        drafting = self.scheduler.batcher.drafting
+        assert drafting is not None, "this engine does not speculate"
+        return drafting
 
     def drafted(self) -> Iterator[tuple[str, list[int], list[int]]]:
         """Yield request, drafts and sampled tokens of each request with drafts in each step."""
@@ -207,8 +214,7 @@ def test_drafts_are_requested_while_they_make_more_tokens_a_second(
     engine = RecordedEngine()
     engine.add(fake_request("a", [1, 2, 3], 50))
     engine.step()
-    drafting = engine.scheduler.batcher.drafting
-    drafting.cost = step_cost(first, each, [1, 2, 3, 4] * 30)
+    engine.drafting.cost = step_cost(first, each, [1, 2, 3, 4] * 30)
     engine.scheduler.requests["a#0.0"].drafts.acceptance = acceptance
     scheduled = engine.scheduler.schedule()
     assert scheduled.num_draft_tokens.get("a#0.0", 0) == expected
@@ -224,7 +230,7 @@ class EqualShares(StepCost):
 def test_a_step_without_tokens_requests_nothing() -> None:
     """It is expected to take no time if each token was measured to cost an equal share of a step."""
     engine = RecordedEngine()
-    engine.scheduler.batcher.drafting.cost = EqualShares()
+    engine.drafting.cost = EqualShares()
     engine.add(fake_request("a", [1, 2, 3], 2))
     engine.run()
     engine.core.request_step()

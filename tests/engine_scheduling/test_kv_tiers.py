@@ -87,7 +87,9 @@ def test_an_abort_while_swapped_leaves_the_blocks_to_the_least_recently_used() -
     engine.core.abort([victim])
     engine.run()
     assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
-    (tier,) = engine.scheduler.remote_kv.tiers.tiers
+    tiers = engine.scheduler.remote_kv.tiers
+    assert tiers is not None
+    (tier,) = tiers.tiers
     assert len(tier.slots) == len(storage_of(engine).contents)
     tier.slots.check_integrity(0)
     evict(engine)

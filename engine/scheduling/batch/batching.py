@@ -158,7 +158,8 @@ class NextStep:
 class Batcher:
     """Plans steps: moves requests between ``queues``, and takes their blocks from the pool.
 
-    max_length: tokens that prompt and answer may have together. waits, loads: see ``Admission``.
+    max_length: tokens that prompt and answer may have together. waits, loads: see ``Admission``. drafting: None unless the
+    engine speculates.
     """
 
     def __init__(
@@ -176,7 +177,9 @@ class Batcher:
         self.admission = Admission(queues, pool, options.max_num_seqs, totals, clock, waits, loads)
         self.next_step = NextStep(queues, pool, self.admission, options.max_num_batched_tokens, max_length)
         self.policy = make_policy(options, queues, clock)
-        self.drafting = Drafting(queues, pool, self.fair_steps, options, max_length, totals)
+        self.drafting: Drafting | None = None
+        if options.speculate != "none":  # otherwise nothing of it runs in a step
+            self.drafting = Drafting(queues, pool, self.fair_steps, options, max_length, totals)
         self._preemption = Preemption(queues, pool)
         self._queues = queues
         self._stage: Stage | None = None
@@ -195,13 +198,15 @@ class Batcher:
             if plan.entries:
                 self._stage = stage
                 break
-        self.drafting.add_drafts(plan)
+        if self.drafting is not None:
+            self.drafting.add_drafts(plan)
         return plan
 
     def note(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Record how long a step took."""
         self.fair_steps.note(scheduled, seconds)
-        self.drafting.note(scheduled, seconds)
+        if self.drafting is not None:
+            self.drafting.note(scheduled, seconds)
         if self._stage is Stage.PREFILL:
             self.policy.last_prompt_latency = seconds
         self._stage = None

@@ -79,7 +79,7 @@ class StepCost:
 
 
 class Drafting:
-    """Adds drafts to steps, and learns from them. Does nothing unless ``speculate`` is set.
+    """Adds drafts to steps, and learns from them.
 
     max_length: tokens that prompt and answer may have together.
     """
@@ -97,24 +97,21 @@ class Drafting:
         self._queues = queues
         self._pool = pool
         self._fair_steps = fair_steps
-        self._most = 0 if options.speculate == "none" else options.num_speculative_tokens
+        self._most = options.num_speculative_tokens
         self._max_tokens = options.max_num_decode_tokens
         self._max_length = max_length
         self._totals = totals
         self._num_steps = 0
-        if self._most:
-            totals.spec_decoding.num_spec_tokens = self._most
+        totals.spec_decoding.num_spec_tokens = self._most
 
     def note(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Record how long a step took."""
         is_measured = seconds > 0 and scheduled.total_num_scheduled_tokens > 0
-        if self._most and is_measured and scheduled.is_decode_only:
+        if is_measured and scheduled.is_decode_only:
             self.cost.note(scheduled.total_num_scheduled_tokens, seconds)
 
     def add_drafts(self, plan: StepPlan) -> None:
         """Add the proposed drafts to a step if each of its requests continues an answer."""
-        if not self._most:
-            return
         entries = [entry for entry in plan.entries.values() if entry.request.drafts.token_ids]
         if not entries or not all(entry.request.is_decoding for entry in plan.entries.values()):
             return
@@ -141,8 +138,6 @@ class Drafting:
 
     def request_drafts(self, plan: StepPlan, output: SchedulerOutput) -> None:
         """Set the number of drafts that the runner proposes behind the tokens of this step."""
-        if not self._most:
-            return
         self._num_steps += 1
         looks = self._num_steps % _LOOK_EVERY == 0
         requests: list[Request] = []
