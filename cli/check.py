@@ -52,14 +52,17 @@ class Finding:
 def check(arguments: Sequence[str]) -> None:
     """Run ``kvbaton check``: exit with 1 if there are problems, with 2 if the path is not a model folder."""
     settings = parse(CheckSettings, "kvbaton check", arguments)
-    finding = examine(find_model(settings.model))
+    finding = examine(find_model(settings.model), settings.dtype, settings.kv_cache_dtype)
     print(finding.as_json() if settings.as_json else finding.as_text())
     if finding.problems:
         sys.exit(1)
 
 
-def examine(folder: Path) -> Finding:
-    """Read a model folder without its weights. Raises SettingError if config.json is missing or broken."""
+def examine(folder: Path, dtype: str = "auto", kv_cache_dtype: str = "auto") -> Finding:
+    """Read a model folder without its weights. Raises SettingError if config.json is missing or broken.
+
+    dtype, kv_cache_dtype: see ``engine.options.NumberOptions``.
+    """
     config = read_json(folder / "config.json")
     files = _files(folder, _WEIGHTS)
     size = sum(file.stat().st_size for file in files)
@@ -76,7 +79,7 @@ def examine(folder: Path) -> Finding:
         )
     of_card = Finding()
     with ThreadPoolExecutor(1) as beside:  # the engine may wait for a process that reads the configuration
-        engine_check = beside.submit(_add_engine, finding, folder)
+        engine_check = beside.submit(_add_engine, finding, folder, dtype, kv_cache_dtype)
         try:
             with closing(ModelCard.from_folder(folder)) as card:
                 _add_card(of_card, card)
@@ -89,7 +92,7 @@ def examine(folder: Path) -> Finding:
     return finding
 
 
-def _add_engine(finding: Finding, folder: Path) -> None:
+def _add_engine(finding: Finding, folder: Path, dtype: str, kv_cache_dtype: str) -> None:
     """Ask the engine whether and how it serves the folder; its refusal is a problem."""
     if find_spec("safetensors") is None:
         finding.facts["served by"] = (
@@ -100,7 +103,7 @@ def _add_engine(finding: Finding, folder: Path) -> None:
     from engine.models.served import examine as ask_engine
 
     try:
-        served = ask_engine(folder)
+        served = ask_engine(folder, dtype, kv_cache_dtype=kv_cache_dtype)
     except SettingError as error:
         finding.facts["served by"] = "nothing: it is refused"
         finding.problems.append(error.message)
@@ -123,6 +126,7 @@ def add_served(finding: Finding, served: "Served") -> None:
         "served by": way,
         "weights in memory": in_memory,
         "KV bytes per token": served.kv_bytes_per_token,
+        "KV dtype": served.kv_dtype,
         "quantization": served.quantisation,
     }
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from contract.decoding import Positive
+from contract.errors import SettingError
 from contract.model_folder import read_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -120,8 +121,26 @@ class Side(msgspec.Struct, frozen=True):
         return -(-num_tokens // self.layout.block_size)
 
 
+def resolve_kv_dtype(setting: str, dtype: str) -> str:
+    """Return the dtype of the KV of a model that computes in ``dtype``, which "auto" means too.
+
+    Raises SettingError for a pair of which one cannot hold the other's values: they would be infinite.
+    """
+    if setting in ("auto", dtype):
+        return dtype
+    if not {setting, dtype} <= CONVERTED_DTYPES:
+        raise SettingError(
+            f"kv_cache_dtype is {setting!r}, and the model computes {dtype}: only float32 and bfloat16 are converted into "
+            f"each other; set it to auto or {dtype}",
+            param="kv_cache_dtype",
+        )
+    return setting
+
+
 def model_fingerprint(folder: Path, dtype: str) -> str:
     """Identify a checkpoint by its configuration and its weights (headers, sizes and samples), computed in ``dtype``.
+
+    dtype: that of the computation, with what else makes its KV differ (FP8 products, a dtype of the KV of its own).
 
     The form is "<weights>@<dtype>". The configuration includes the pooling of sentence-transformers. Workers with equal
     fingerprints produce interchangeable KV; if only the dtypes differ, a worker can continue with the other's KV after

@@ -18,11 +18,19 @@ class RankOptions(Options):
     worker like any other to the routers."""
 
 
-class ModelOptions(RankOptions):
-    """The model's number format, length and processes."""
+class NumberOptions(Options):
+    """The number formats, which decide the memory of weights and KV."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of weights and KV; auto: that of the checkpoint."""
+    """Number format of the weights and of the computation; auto: that of the checkpoint."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the KV; auto: dtype. Of float32 and bfloat16 each may hold the KV of the other; plain torch then
+    attends, on CPUs and GPUs."""
+
+
+class ModelOptions(NumberOptions, RankOptions):
+    """The model's length, implementation and processes."""
+
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum number of tokens of prompt and answer together; unset: the model's own limit."""
     all_reduce: Literal["nccl", "symmetric"] = "nccl"

@@ -49,6 +49,7 @@ class LLM:
         decode: int | None = None,
         both: int | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None,
+        kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None,
         device: Literal["auto", "cpu", "cuda"] | None = None,
         transport: Literal["auto", "shm", "nixl", "nccl", "tcp"] | None = None,
         tensor_parallel_size: int | None = None,

@@ -11,6 +11,7 @@ from pydantic_settings import CliPositionalArg, CliSuppress, SettingsConfigDict
 
 from contract.errors import SettingError
 from contract.options import MAX_SECONDS
+from engine.options import NumberOptions
 from launch.settings import DEMO, CommandSettings, LocalSettings, LogLevel
 from serving.settings import FLAG, Address, Addresses, ListenAddress
 
@@ -253,7 +254,7 @@ class RunSettings(AskSettings):
     """Continue the prompt itself, without the model's chat template."""
 
 
-class CheckSettings(CommandSettings):
+class CheckSettings(NumberOptions, CommandSettings):
     """Describe a model folder and test its chat template; no weights are read.
 
     Exit codes: 0 no problem, 1 problems, 2 not a model folder.
@@ -261,6 +262,7 @@ class CheckSettings(CommandSettings):
     Examples:
       kvbaton check ~/models/Qwen3-8B
       kvbaton check --json ~/models/Qwen3-8B
+      kvbaton check --dtype float32 --kv-cache-dtype bfloat16 ~/models/Qwen3-8B
     """
 
     model: CliPositionalArg[str] = DEMO

@@ -134,12 +134,16 @@ def create_backend(name: str) -> AttentionBackend:
 
 @dataclass(frozen=True)
 class Needs:
-    """The attention of a model. group: query heads per KV head. windows: those of its layers, in tokens (None: all)."""
+    """The attention of a model. group: query heads per KV head. windows: those of its layers, in tokens (None: all).
+
+    kv_dtype: of the cache; None: ``dtype``.
+    """
 
     dtype: str
     head_dim: int
     group: int = 1
     windows: frozenset[int | None] = frozenset({None})
+    kv_dtype: str | None = None
 
 
 def is_installed(package: str) -> bool:
@@ -187,7 +191,7 @@ def choose_backend(
     reasons: dict[str, Callable[[], str | None]] = {
         "hybrid": lambda: why_not_flashinfer(False),
         "flashinfer": lambda: why_not_flashinfer(True),
-        "triton": lambda: _why_not_on(device, "triton", installed),
+        "triton": lambda: _why_not_on(device, "triton", installed) or _why_not_from(needs),
         "torch": lambda: None,
     }
     if setting != "auto":
@@ -216,7 +220,14 @@ def _why_not_flashinfer(device: torch.device, needs: Needs, installed: Callable[
     if needs.head_dim not in _FLASHINFER_HEAD_DIMS:
         dims = ", ".join(map(str, _FLASHINFER_HEAD_DIMS))
         return f"it takes head dims of {dims}, and this is {needs.head_dim}"
-    return None
+    return _why_not_from(needs)
+
+
+def _why_not_from(needs: Needs) -> str | None:
+    """Return why kernels that multiply what they load, and convert nothing, cannot attend over this cache."""
+    if needs.kv_dtype in (None, needs.dtype):
+        return None
+    return f"it reads KV in {needs.dtype}, and kv_cache_dtype is {needs.kv_dtype}"
 
 
 def _why_not_on(device: torch.device, package: str, installed: Callable[[str], bool]) -> str | None:

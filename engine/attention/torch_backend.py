@@ -1,7 +1,8 @@
 """The reference backend in plain torch, on any device: every other backend is tested against it.
 
 Rows with several tokens (prefill) run one by one. Rows with a single token (decode) run together in groups of similar
-length, so that a large batch is no Python loop over requests.
+length, so that a large batch is no Python loop over requests. The cache may have another dtype than the model: KV is
+rounded when it is stored, and converted to the queries' dtype when it is gathered, so every token is seen as it is stored.
 """
 
 from functools import partial
@@ -64,8 +65,8 @@ class TorchStep:
         # beside the new tokens, and never leaves the process in a partly filled block.
         cache[self._fresh] = 0
         keys, values = cache.unbind(1)
-        keys[self._blocks, :, self._offsets] = key
-        values[self._blocks, :, self._offsets] = value
+        keys[self._blocks, :, self._offsets] = key.to(cache.dtype)
+        values[self._blocks, :, self._offsets] = value.to(cache.dtype)
 
     def attend(
         self,
@@ -93,7 +94,7 @@ class TorchStep:
         for rows in all_rows:
             # Whole blocks: indexing keys and values separately takes twice as long.
             blocks = cache.index_select(0, rows.table.flatten()).view(*rows.table.shape, *cache.shape[1:])
-            keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+            keys, values = blocks.to(query.dtype).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
             rows.attend(shape, query, keys, values, output)
         return output
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -94,11 +95,12 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     """
     model = loaded.model
     config = loaded.config
-    needs = Needs(loaded.info.dtype, config.head_dim)
+    info = loaded.info
+    needs = Needs(info.dtype, config.head_dim, kv_dtype=info.kv_dtype)
     # A model of transformers shows only when it runs whether it has groups or windows.
     if isinstance(config, DecoderConfig):
         group = config.num_heads // config.num_kv_heads
-        needs = Needs(loaded.info.dtype, config.head_dim, group, frozenset(config.sliding_windows))
+        needs = replace(needs, group=group, windows=frozenset(config.sliding_windows))
     name = choose_backend(settings.attention_backend, device, needs)
     backend = create_backend(name)
     draw = draw_on_cuda(settings.attention_backend) if device.type == "cuda" else draw_by_torch
@@ -113,7 +115,7 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
             return decoder
     # The kernels draw even if torch computes the model, where they are faster: from large vocabularies, on the host.
     may_take_kernels = device.type != "cuda" and settings.attention_backend == "auto"
-    if may_take_kernels and loaded.info.vocab_size >= _LARGE_VOCABULARY:
+    if may_take_kernels and info.vocab_size >= _LARGE_VOCABULARY:
         kernels = load_kernels()
         draw = draw if kernels is None else KernelDraw(kernels)
     return PlainForward(model, backend, settings.block_size, device, draw)
@@ -174,6 +176,8 @@ def _by_kernels(
     reason = why_unserved(config, loaded.info.dtype, device, settings.tensor_parallel_size)
     if settings.attention_backend != "auto":
         reason = f"attention_backend is {settings.attention_backend}"
+    if reason is None and loaded.info.kv_dtype != loaded.info.dtype:
+        reason = f"they read KV in {loaded.info.dtype}, and kv_cache_dtype is {loaded.info.kv_dtype}"
     forms = {layer.form for layer in model.modules() if isinstance(layer, LinearOp) and layer.matrix is None}
     if forms:  # such layers can only be called, and the kernels call nothing
         reason = f"its weights are multiplied as {' and '.join(sorted(forms))}"

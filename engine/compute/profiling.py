@@ -62,7 +62,7 @@ def null_layers(loaded: LoadedModel, block_size: int, device: torch.device) -> l
     """Return the layers of a pool with the null block only, which they share."""
     config = loaded.config
     size = (1, 2, config.num_kv_heads, block_size, config.head_dim)
-    return [torch.zeros(size, dtype=TORCH_DTYPES[loaded.info.dtype], device=device)] * config.num_layers
+    return [torch.zeros(size, dtype=TORCH_DTYPES[loaded.info.kv_dtype], device=device)] * config.num_layers
 
 
 def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int, max_length: int) -> list[SchedulerOutput]:

@@ -79,7 +79,8 @@ class _Model:
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """See ``ModelRunner.get_kv_cache_specs``."""
         config = self.loaded.config
-        spec = KVCacheSpec(self._settings.block_size, config.num_kv_heads, config.head_dim, self.info.dtype)
+        sizes = config.num_kv_heads, config.head_dim
+        spec = KVCacheSpec(self._settings.block_size, *sizes, self.info.kv_dtype)
         return {f"model.layers.{layer}.self_attn": spec for layer in range(config.num_layers)}
 
     def check_reload(self) -> None:
@@ -112,6 +113,7 @@ class _Model:
                 group,
                 settings.fp8_products,
                 join_exchange(settings, self._device, group.rank),
+                settings.kv_cache_dtype,
             )
         self.forward = self._make_forward(self.loaded, settings, self._device)
         vocab_size = self.loaded.info.vocab_size

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from contract.layout import model_fingerprint
+from contract.layout import model_fingerprint, resolve_kv_dtype
 from engine.distributed.group import RankGroup, SingleRank
 from engine.fp8.linear import prepare, why_dequantized
 from engine.fp8.stored import Fp8Checkpoint, Weights
@@ -93,12 +93,14 @@ def load(
     group: RankGroup | None = None,
     fp8_products: str = "auto",
     exchange: TokenExchange | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> LoadedModel:
     """Read the folder and put the model, or the part of a rank of ``group``, on ``device``.
 
-    fp8_products: see ``engine.options.ModelOptions``. exchange: the ranks over which the experts are spread.
+    fp8_products, kv_cache_dtype: see ``engine.options``. exchange: the ranks over which the experts are spread.
 
-    Raises SettingError for a folder that cannot be served, and for a ``max_model_len`` beyond the model's positions.
+    Raises SettingError for a folder that cannot be served, for a ``max_model_len`` beyond the model's positions, and for
+    KV that cannot hold its values.
     """
     group = group or SingleRank()
     raw = read_config(folder)
@@ -107,10 +109,14 @@ def load(
     architecture = find_architecture(raw)
     if architecture is None:
         refuse_spreading(raw, 1 if exchange is None else exchange.size)
-        return _load_from_transformers(folder, raw, checkpoint, dtype, max_model_len, device, group)
+        return _load_from_transformers(
+            folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len, device, group
+        )
     plan = plan_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
     of_rank = config_of_rank(plan.config, group.size)
-    group.check_dtype(DTYPES[plan.dtype])  # before minutes of reading weights
+    # Before minutes of reading weights.
+    kv_dtype = resolve_kv_dtype(kv_cache_dtype, plan.dtype)
+    group.check_dtype(DTYPES[plan.dtype])
     # Without memory: ``load_weights`` puts each tensor of the checkpoint in the place of a parameter.
     with torch.device("meta"):
         model = architecture.build(of_rank, plan.head, group).to(DTYPES[plan.dtype])
@@ -122,7 +128,7 @@ def load(
     load_weights(model, plan.weights, device, lambda tensor: part_of(tensor, plan.config, group), elsewhere)
     model.place(device)
     has_head = plan.head is not Head.NONE
-    info = _info(folder, raw, plan.config, plan.length, plan.dtype, has_head, numbers)
+    info = _info(folder, raw, plan.config, plan.length, plan.dtype, kv_dtype, has_head, numbers)
     return LoadedModel(model.eval(), of_rank, info, group, exchange, describe_model(folder))
 
 
@@ -145,6 +151,7 @@ def _load_from_transformers(
     raw: RawConfig,
     checkpoint: Checkpoint,
     dtype: str,
+    kv_cache_dtype: str,
     max_model_len: int | None,
     device: torch.device,
     group: RankGroup,
@@ -154,22 +161,34 @@ def _load_from_transformers(
     architecture = str(architecture_name(raw))
     refuse_ranks(raw, group.size)
     name = resolve_dtype(dtype, raw, checkpoint)
+    kv_dtype = resolve_kv_dtype(kv_cache_dtype, name)
     found = TransformersCheckpoint(folder, raw, architecture)
     length = model_length(max_model_len, found.num_positions)
     model, shape = found.load(DTYPES[name], device)
-    info = _info(folder, raw, shape, length, name, has_head=True, numbers=name)
+    info = _info(folder, raw, shape, length, name, kv_dtype, has_head=True, numbers=name)
     return LoadedModel(model, shape, info, facts=describe_model(folder))
 
 
 def _info(
-    folder: Path, raw: RawConfig, shape: ModelShape, length: int, dtype: str, has_head: bool, numbers: str
+    folder: Path,
+    raw: RawConfig,
+    shape: ModelShape,
+    length: int,
+    dtype: str,
+    kv_dtype: str,
+    has_head: bool,
+    numbers: str,
 ) -> ModelInfo:
+    """Return the facts. numbers: what the model computes with."""
+    if kv_dtype != dtype:  # each layer gets what those before computed from rounded KV
+        numbers = f"{numbers}+{kv_dtype}-kv"
     return ModelInfo(
         vocab_size=shape.vocab_size,
         max_model_len=length,
         eos_token_ids=read_eos_token_ids(folder, raw),
         fingerprint=model_fingerprint(folder, numbers),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         has_head=has_head,
         num_kv_heads=shape.num_kv_heads,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import SettingError
-from contract.layout import DTYPE_BYTES
+from contract.layout import DTYPE_BYTES, resolve_kv_dtype
 from engine.fp8.scheme import read_scheme
 from engine.fp8.stored import Fp8Checkpoint, Weights
 from engine.models.checkpoint import (
@@ -47,15 +47,16 @@ class Served:
     """The way in which the engine serves a folder.
 
     is_own: our own decoder computes it, else transformers. is_tried: False for a type of transformers that no version of
-    this engine has loaded, so that its start decides. dtype: of the computation; None where neither config.json nor the
-    weights name one. quantisation: None without. num_weight_bytes: of the weights in that dtype; None if unknown.
-    kv_bytes_per_token: over all layers; None if unknown. has_weights: False if there is config.json alone.
+    this engine has loaded, so that its start decides. dtype, kv_dtype: of the computation and of the KV; None where neither
+    config.json nor the weights name one. quantisation: None without. num_weight_bytes: of the weights in that dtype; None if
+    unknown. kv_bytes_per_token: over all layers; None if unknown. has_weights: False if there is config.json alone.
     """
 
     architecture: str
     is_own: bool
     is_tried: bool
     dtype: str | None
+    kv_dtype: str | None
     quantisation: str | None
     num_weight_bytes: int | None
     kv_bytes_per_token: int | None
@@ -64,7 +65,11 @@ class Served:
 
 
 def examine(
-    folder: Path, dtype: str = "auto", max_model_len: int | None = None, num_ranks: int = 1
+    folder: Path,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    num_ranks: int = 1,
+    kv_cache_dtype: str = "auto",
 ) -> Served:
     """Return how the engine serves a folder, with weights or with config.json alone. Needs kvbaton[worker], not torch.
 
@@ -79,8 +84,8 @@ def examine(
     architecture = find_architecture(raw)
     if architecture is None:
         refuse_ranks(raw, num_ranks)
-        return _examine_transformers(folder, raw, checkpoint, dtype, max_model_len)
-    return _examine_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
+        return _examine_transformers(folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len)
+    return _examine_own(folder, raw, architecture, checkpoint, dtype, kv_cache_dtype, max_model_len)
 
 
 def plan_own(
@@ -148,6 +153,7 @@ def _examine_own(
     architecture: Architecture,
     checkpoint: Checkpoint | None,
     dtype: str,
+    kv_cache_dtype: str,
     max_model_len: int | None,
 ) -> Served:
     name: str | None
@@ -162,33 +168,42 @@ def _examine_own(
         name = _named_dtype(dtype, raw)
         head = Head.TIED if config.tie_word_embeddings else Head.OWN
         num_numbers = sum(map(prod, architecture.shapes(config, head).values()))
+    kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     return Served(
         architecture=str(architecture_name(raw)),
         is_own=True,
         is_tried=True,
         dtype=name,
+        kv_dtype=kv_dtype,
         quantisation="FP8 (compressed-tensors)" if raw.get("quantization_config") else None,
         num_weight_bytes=_bytes(num_numbers, name),
-        kv_bytes_per_token=_bytes(2 * config.num_layers * config.num_kv_heads * config.head_dim, name),
+        kv_bytes_per_token=_bytes(2 * config.num_layers * config.num_kv_heads * config.head_dim, kv_dtype),
         max_model_len=model_length(max_model_len, config.max_position_embeddings),
         has_weights=checkpoint is not None,
     )
 
 
 def _examine_transformers(
-    folder: Path, raw: RawConfig, checkpoint: Checkpoint | None, dtype: str, max_model_len: int | None
+    folder: Path,
+    raw: RawConfig,
+    checkpoint: Checkpoint | None,
+    dtype: str,
+    kv_cache_dtype: str,
+    max_model_len: int | None,
 ) -> Served:
     facts = _ask_transformers(folder)
     shape = facts["kv_shape"]
     name = _named_dtype(dtype, raw) if checkpoint is None else resolve_dtype(dtype, raw, checkpoint)
+    kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     return Served(
         architecture=str(architecture_name(raw)),
         is_own=False,
         is_tried=facts["is_tried"],
         dtype=name,
+        kv_dtype=kv_dtype,
         quantisation=None,
         num_weight_bytes=_bytes(None if checkpoint is None else _num_numbers(checkpoint), name),
-        kv_bytes_per_token=_bytes(2 * prod(shape) if shape else None, name),
+        kv_bytes_per_token=_bytes(2 * prod(shape) if shape else None, kv_dtype),
         max_model_len=model_length(max_model_len, facts["num_positions"]),
         has_weights=checkpoint is not None,
     )

@@ -79,6 +79,22 @@ def test_problems_are_named(
     assert words in text
 
 
+def test_the_bytes_of_a_token_are_those_of_the_kvs_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D12: the number formats are settings, as they are of the start."""
+    folder = make_checkpoint(tmp_path)
+    code, text = checked(capsys, "--json", "--kv-cache-dtype", "bfloat16", str(folder))
+    found = json.loads(text)
+    assert (code, found["KV bytes per token"], found["KV dtype"]) == (0, 2 * 2 * 2 * 16 * 2, "bfloat16")
+    assert found["weights in memory"].endswith("GiB in float32")
+    code, text = checked(capsys, "--json", "--kv-cache-dtype", "float16", str(folder))
+    assert code == 1
+    assert json.loads(text)["problems"][0].startswith(
+        "kv_cache_dtype is 'float16', and the model computes float32"
+    )
+
+
 def test_a_folder_without_weights_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = checked(capsys, str(write_model(tmp_path / "tiny")))
     assert code == 1

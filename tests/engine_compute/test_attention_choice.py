@@ -68,6 +68,23 @@ def test_an_explicit_backend_is_used() -> None:
         assert choose_backend(name, CUDA, Needs("bfloat16", 128), packages, works) == name
 
 
+def test_kernels_that_convert_nothing_read_no_other_kv(caplog: pytest.LogCaptureFixture) -> None:
+    """D12: an explicit one is refused with both settings; auto takes plain torch, and the log gives the reason."""
+    needs = Needs("bfloat16", 128, kv_dtype="float32")
+    packages = having("triton", "flashinfer")
+    reason = "it reads KV in bfloat16, and kv_cache_dtype is float32"
+    for name in ("hybrid", "flashinfer", "triton"):
+        with pytest.raises(SettingError, match=f"attention_backend is '{name}', but {reason}"):
+            choose_backend(name, CUDA, needs, packages, works)
+    with caplog.at_level("INFO"):
+        assert choose_backend("auto", CUDA, needs, packages, works) == "torch"
+    assert f"attention by torch (not hybrid: {reason}; not triton: {reason})" in caplog.text
+    assert "attention by plain torch is slow on CUDA" in caplog.text
+    assert choose_backend("torch", CUDA, needs, packages, works) == "torch"
+    same = Needs("bfloat16", 128, kv_dtype="bfloat16")
+    assert choose_backend("auto", CUDA, same, packages, works) == "hybrid"
+
+
 def test_auto_announces_why_flashinfer_fails_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """The package is there, and its kernels can neither be loaded nor compiled."""
     needs = Needs("bfloat16", 128, 7, frozenset({None, 500}))

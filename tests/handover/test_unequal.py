@@ -1,4 +1,4 @@
-"""Hand-overs between engines with other block sizes and dtypes: what arrives is what the sender computed, rounded once.
+"""Hand-overs between engines with other block sizes and dtypes: what arrives is what the sender has, rounded once.
 
 The reference is the same two engines joined by a connector without blocks and plans (``plain_connector``).
 """
@@ -47,6 +47,11 @@ DTYPES: Cases = {
     "widened, 16 to 32": ({**HALF, **SMALL}, {**FULL, **LARGE}),
     "rounded, 32 to 16": ({**FULL, **LARGE}, {**HALF, **SMALL}),
 }
+HALF_KV: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "bfloat16"}
+KV_DTYPES: Cases = {
+    "rounded into the pool": (FULL, HALF_KV),
+    "widened out of the pool, 16 to 32": ({**HALF_KV, **SMALL}, {**FULL, **LARGE}),
+}
 BOTH: Cases = {name: DTYPES[name] for name in ("widened, 16 to 32", "rounded, 32 to 16")}
 
 
@@ -72,8 +77,8 @@ async def answers_of(pair: EnginePair) -> list[list[int]]:
     return answers
 
 
-async def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> list[int]:
-    client = await InProcessClient.start(EngineSettings(model=model, kv_cache_bytes=16 * 2**20))
+async def alone(model: Path, prompt: list[int], sampling: SamplingParams, **settings: Any) -> list[int]:
+    client = await InProcessClient.start(EngineSettings(model=model, kv_cache_bytes=16 * 2**20, **settings))
     try:
         request = EngineRequest(request_id="alone", prompt_token_ids=prompt, sampling=sampling)
         return tokens_of(await outputs_of(client, request))
@@ -81,11 +86,11 @@ async def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> lis
         await client.shutdown()
 
 
-@parametrize(CUTS | DTYPES)
+@parametrize(CUTS | DTYPES | KV_DTYPES)
 async def test_tokens_are_those_of_kv_that_is_rounded_the_same_way(
     model: Path, prefill: Settings, decode: Settings
 ) -> None:
-    """Prompts of all lengths, chunked, with shared prefixes, over both transports: equal to the plain reference."""
+    """D12: prompts of all lengths, chunked, with shared prefixes, over both transports: equal to the plain reference."""
     joined = partial(running_pair, model, max_num_batched_tokens=CHUNK)
     async with joined(sides=Sides(prefill, decode, connect=Shelf().connect)) as reference:
         expected = await answers_of(reference)
@@ -110,6 +115,17 @@ async def test_another_block_size_changes_no_token(model: Path, prefill: Setting
     for prompt, (first, rest) in zip(PROMPTS, answers, strict=True):
         assert rest[-1].error_message is None
         assert tokens_of(first, rest) == await alone(model, prompt, GREEDY)
+
+
+async def test_kv_of_one_dtype_crosses_as_it_is(model: Path) -> None:
+    """D12: pools of bfloat16 beside float32 on both sides: nothing is converted, and the answer is that of one engine."""
+    async with running_pair(model, sides=Sides(HALF_KV, HALF_KV, "shm")) as pair:
+        for index, prompt in enumerate(PROMPTS[:3]):
+            first, rest = await pair.ask(f"r{index}", prompt, GREEDY)
+            assert tokens_of(first, rest) == await alone(model, prompt, GREEDY, **HALF_KV)
+        counters = await pair.decode.call("counters")
+        await pair.until_free()
+    assert counters["transfer_converted_blocks_total"] == 0
 
 
 @parametrize(BOTH)
@@ -144,7 +160,7 @@ async def test_a_prefix_that_was_computed_here_does_not_cross(
     assert counters["transfer_blocks_total{transport=tcp}"] == 1
 
 
-@parametrize(BOTH)
+@parametrize(BOTH | KV_DTYPES)
 async def test_rounded_kv_and_computed_kv_never_take_each_others_place(
     model: Path, prefill: Settings, decode: Settings
 ) -> None:

@@ -55,6 +55,10 @@ def test_a_router_names_a_model_as_the_workers_do() -> None:
         ("[prefill]\ntensor_parallel_size = 2\n", "tensor_parallel_size is 2; Olmo2ForCausalLM"),
         ("[decode]\nmodel = '/other'\n", "model is '/other', but this service uses"),
         ("[decode]\ndtype = 'int3'\n", "dtype"),
+        (
+            "[decode]\nkv_cache_dtype = 'float16'\n",
+            "kv_cache_dtype is 'float16', and the model computes float32",
+        ),
     ],
 )
 def test_tables_of_roles_are_checked_before_a_process_starts(tmp_path: Path, table: str, told: str) -> None:

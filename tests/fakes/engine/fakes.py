@@ -300,6 +300,7 @@ class FakeExecutor:
             eos_token_ids=(FAKE_EOS,),
             fingerprint=f"fake:{settings.model.name}",
             dtype="float32",
+            kv_dtype="float32",
         )
         self.memory = FakeMemory(settings.kv_cache_bytes or 64, settings.block_size)
         self.runner = FakeRunner(self.memory)
