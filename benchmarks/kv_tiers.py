@@ -2,8 +2,10 @@
 
 One engine without a tier and one with it, in this process, take turns in each round, so that only ratios of one run are
 compared. *Resume*: a request with a long context is preempted, another prompt takes its blocks, and the time is measured
-from the step in which it gets blocks again until its next token. *Cost*: requests that never run short of blocks, all of
-whose full blocks are stored behind the steps: tokens a second. Writes ``results/kv_tiers.json``.
+from the step in which it gets blocks again until its next token. *Cost*: tokens a second of requests that never run short of
+blocks, in a pool with room (its blocks have no content at the start of a round, so that nothing is about to be lost), and in
+one that turns over: each block that is computed evicts another one, so that all of them are stored while requests run. The
+tier is as full then as it gets. Writes ``results/kv_tiers.json``.
 """
 
 import argparse
@@ -24,17 +26,26 @@ from engine.settings import EngineSettings
 
 KINDS = {"without": 0, "with": 1}
 """1 for an engine that has a tier, by its name in the results."""
+POOLS = ("room", "turnover")
+Rates = tuple[float, float]
+"""Tokens by time, and by CPU time of all threads."""
 _FIRST_TOKENS = 4
+# They touch memory, and fill the tier.
+_WARM_UPS = 3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run. context: tokens of a prompt that is preempted. num_requests: of a round that measures the cost."""
+    """The plan of a run.
+
+    context: tokens of a prompt that is preempted. num_requests: of a round that measures the cost; num_running at a time.
+    """
 
     model: Path
     rounds: int = 7
     context: int = 1024
     num_requests: int = 24
+    num_running: int = 8
     prompt: int = 256
     answer: int = 64
     threads: int = 1
@@ -54,6 +65,7 @@ class Engine:
             "model": self.plan.model,
             "num_threads": self.plan.threads,
             "max_num_batched_tokens": 512,
+            "max_num_seqs": self.plan.num_running,
         }
         probe = EngineCore(EngineSettings(**settings, kv_cache_bytes=2**24))
         block_bytes = probe.info.layout.block_bytes
@@ -120,50 +132,81 @@ class Engine:
         self.run()
         return seconds
 
-    def tokens_a_second(self) -> tuple[float, float]:
-        """Compute and answer prompts without a shortage of blocks; return tokens by time, and by CPU time of all threads."""
+    def num_stored(self) -> int:
+        """Return how many blocks are in the tier, or have been."""
+        tiers = self.scheduler.remote_kv.tiers
+        return sum(tier.counts.stored for tier in tiers.tiers) if tiers is not None else 0
+
+    def rates(self, *, is_empty: bool) -> tuple[Rates, int]:
+        """Compute and answer prompts without a shortage of blocks; return the rates, and blocks stored in that time.
+
+        is_empty: let no block have content at the start.
+        """
+        if is_empty:
+            self.core.call("reset_prefix_cache", [])
+        num_stored = self.num_stored()
         started = time.perf_counter(), time.process_time()
         for number in range(self.plan.num_requests):
             self.add(f"r{number}", self.plan.prompt, self.plan.answer)
         while self.scheduler.requests:
             self.step()
         ended = time.perf_counter(), time.process_time()
+        num_stored = self.num_stored() - num_stored
         self.run()
         num_tokens = self.plan.num_requests * (self.plan.prompt + self.plan.answer)
-        return num_tokens / (ended[0] - started[0]), num_tokens / (ended[1] - started[1])
+        return (num_tokens / (ended[0] - started[0]), num_tokens / (ended[1] - started[1])), num_stored
 
 
 def measure(plan: Plan) -> dict[str, Any]:
-    """Measure both in turns, and return the figures with the ratios of each round."""
+    """Measure everything in turns, and return the figures with the ratios of each round."""
     short = 2 * (plan.context // 16 + 1) + 2
-    long = plan.num_requests * (plan.prompt + plan.answer) // 16 * 2
+    each = (plan.prompt + plan.answer) // 16
+    blocks = {"room": 2 * plan.num_requests * each, "turnover": 2 * plan.num_running * each}
     resumed = {name: Engine(plan, short, has_tier * 4 * short) for name, has_tier in KINDS.items()}
-    served = {name: Engine(plan, long, has_tier * 4 * long) for name, has_tier in KINDS.items()}
+    served = {
+        pool: {
+            name: Engine(plan, blocks[pool], has_tier * 2 * plan.num_requests * each)
+            for name, has_tier in KINDS.items()
+        }
+        for pool in POOLS
+    }
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
-    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
-    for number in range(plan.rounds + 1):
+    rates: dict[str, dict[str, list[Rates]]] = {pool: {name: [] for name in KINDS} for pool in POOLS}
+    stored: dict[str, list[int]] = {pool: [] for pool in POOLS}
+    for number in range(plan.rounds + _WARM_UPS):
         order = list(KINDS) if number % 2 else list(reversed(KINDS))
         for name in order:
             pause = resumed[name].resume_seconds()
-            rate = served[name].tokens_a_second()
-            if number:  # the first round touches memory
+            if number >= _WARM_UPS:
                 seconds[name].append(pause)
-                rates[name].append(rate)
-    counted = {name: engine.core.call("counters", []) for name, engine in resumed.items()}
-    stored = served["with"].core.call("counters", [])
-    for engine in (*resumed.values(), *served.values()):
+        for pool in POOLS:
+            for name in order:
+                rate, num_stored = served[pool][name].rates(is_empty=pool == "room")
+                if number >= _WARM_UPS:
+                    rates[pool][name].append(rate)
+                    stored[pool] += [num_stored] if KINDS[name] else []
+    loaded = resumed["with"].core.call("counters", [])["kv_tier_loaded_blocks_total{tier=host}"]
+    for engine in (*resumed.values(), *(engine for pair in served.values() for engine in pair.values())):
         engine.core.close()
     return {
         "resume_seconds": seconds,
         "resume_ratio": _ratios(seconds["with"], seconds["without"]),
-        "tokens_a_second_and_cpu_second": rates,
-        "throughput_ratio": _ratios([one[0] for one in rates["with"]], [one[0] for one in rates["without"]]),
-        "cpu_throughput_ratio": _ratios(
-            [one[1] for one in rates["with"]], [one[1] for one in rates["without"]]
-        ),
-        "loaded_blocks": counted["with"]["kv_tier_loaded_blocks_total{tier=host}"],
-        "stored_blocks": stored["kv_tier_stored_blocks_total{tier=host}"],
+        "loaded_blocks": loaded,
         "block_bytes": resumed["with"].core.info.layout.block_bytes,
+        "cost": {pool: _cost(rates[pool]) | {"stored_blocks": stored[pool]} for pool in POOLS},
+    }
+
+
+def _cost(rates: dict[str, list[Rates]]) -> dict[str, Any]:
+    """Return the rates of a pool with their ratios, by time and by CPU time."""
+    by_time, by_cpu = (
+        _ratios([one[place] for one in rates["with"]], [one[place] for one in rates["without"]])
+        for place in (0, 1)
+    )
+    return {
+        "tokens_a_second_and_cpu_second": rates,
+        "throughput_ratio": by_time,
+        "cpu_throughput_ratio": by_cpu,
     }
 
 

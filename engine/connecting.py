@@ -10,10 +10,12 @@ from contract.layout import Side
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import ConnectorPair
 from engine.kv_tiers.storage import TierStorage
-from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 from engine.scheduling.remote_kv import RemoteKV, TransferStages
+from engine.scheduling.tiers.kv_tiers import KVTiers
 from engine.scheduling.tiers.loads import TierLoads
-from engine.scheduling.tiers.tier import KVTiers, Tier
+from engine.scheduling.tiers.tier import Tier
+from engine.scheduling.tiers.write_behind import WriteBehind, watermark
 from engine.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -123,7 +125,8 @@ def connect(
     has some. Raises SettingError if the connector does not serve so many ranks, and for the size of a tier.
     """
     storages = executor.open_kv_tiers(settings)
-    open_loads = partial(_tier_loads, storages, wake) if storages else None
+    num_step_blocks = blocks_needed(settings.max_num_batched_tokens, settings.block_size)
+    open_loads = partial(_tier_loads, storages, wake, num_step_blocks) if storages else None
     if transfers is None:
         return EngineConnector(open_loads=open_loads)
     with ExitStack() as undo:
@@ -138,7 +141,12 @@ def connect(
 
 
 def _tier_loads(
-    storages: Sequence[TierStorage], wake: Callable[[], None], pool: BlockPool, timeout_seconds: float
+    storages: Sequence[TierStorage],
+    wake: Callable[[], None],
+    num_step_blocks: int,
+    pool: BlockPool,
+    timeout_seconds: float,
 ) -> TierLoads:
-    tiers = KVTiers([Tier(storage, pool, wake) for storage in storages])
+    num_guarded = watermark(pool.num_usable_blocks, num_step_blocks)
+    tiers = KVTiers([WriteBehind(Tier(storage), pool, num_guarded, wake) for storage in storages])
     return TierLoads(tiers, pool, timeout_seconds, wake)

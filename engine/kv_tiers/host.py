@@ -2,7 +2,7 @@
 
 import mmap
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -54,17 +54,17 @@ class HostTier:
         view: memoryview = self._slots[slot].data
         return view
 
-    def settle(self) -> None:
+    def settle(self, timeout_seconds: float | None = None) -> bool:
         """See TierStorage."""
-        self._thread.submit(int).result()  # one thread carries out everything in order
+        # One thread carries out everything in order.
+        return not wait([self._thread.submit(int)], timeout_seconds).not_done
 
     def close(self) -> None:
         """See TierStorage; the memory goes when the last view does."""
         self._thread.shutdown(cancel_futures=True)
 
     def _store(self, copies: Sequence[BlockCopy]) -> int:
-        views = read_blocks(self._memory, [copy.block_id for copy in copies])
-        for copy, view in zip(copies, views, strict=True):
+        for copy, view in read_blocks(self._memory, copies):
             np.copyto(self._slots[copy.slot], np.frombuffer(view, np.uint8))
             self._digests[copy.slot] = digest_of(self.slot_view(copy.slot), copy.block_hash)
         return len(copies)

@@ -4,7 +4,7 @@ A tier keeps copies of full blocks in numbered slots. The scheduler decides what
 in a thread of its own, and keeps a digest of each slot. A block is bytes to it: it depends on nothing but their number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -12,6 +12,9 @@ import xxhash
 
 from contract.block_hash import BlockHash
 from engine.connector import KVMemory
+
+# A batch of blocks on a device is copied in parts of this size.
+_MAX_PINNED_BYTES = 64 * 2**20
 
 
 class BlockCopy(NamedTuple):
@@ -50,8 +53,8 @@ class TierStorage(Protocol):
         used otherwise, and the slots are not written to. A load that has not begun may be cancelled.
         """
 
-    def settle(self) -> None:
-        """Wait until every copy that was ordered before is over."""
+    def settle(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until every copy that was ordered before is over; return False if that takes longer than this time."""
 
     def close(self) -> None:
         """Wait for the copy that has begun, and free the tier. The pool may be freed afterwards. May be called twice."""
@@ -65,11 +68,22 @@ def digest_of(content: memoryview, block_hash: BlockHash) -> int:
     return xxhash.xxh3_64_intdigest(content, int.from_bytes(block_hash[:8], "little"))
 
 
-def read_blocks(memory: KVMemory, block_ids: Sequence[int]) -> Sequence[memoryview]:
-    """Return the bytes of computed blocks: of a pool on a device, copies in pinned memory made on a side stream."""
-    if (device := memory.device_pool) is not None:
-        return device.begin_reading(block_ids, 0, memory.layout.block_bytes).views()
-    return [memory.read_view(block_id) for block_id in block_ids]
+def read_blocks(memory: KVMemory, copies: Sequence[BlockCopy]) -> Iterator[tuple[BlockCopy, memoryview]]:
+    """Yield the bytes of each block, which are valid until the next ones.
+
+    Of a pool on a device they are copies in pinned memory, made on a side stream.
+    """
+    device = memory.device_pool
+    if device is None:
+        for copy in copies:
+            yield copy, memory.read_view(copy.block_id)
+        return
+    num_bytes = memory.layout.block_bytes
+    num_rows = max(1, _MAX_PINNED_BYTES // num_bytes)
+    for start in range(0, len(copies), num_rows):
+        part = copies[start : start + num_rows]
+        views = device.begin_reading([copy.block_id for copy in part], 0, num_bytes).views()
+        yield from zip(part, views, strict=True)
 
 
 def fill_blocks(

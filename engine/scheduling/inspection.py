@@ -87,7 +87,7 @@ def check_integrity(scheduler: SchedulerState) -> None:
     assert sorted(live.index.keys) == sorted(scheduler.requests)
     leases = map(lease_holder, scheduler.remote_kv.sender.leases)
     tiers = scheduler.remote_kv.tiers
-    copies = [tier.holder for tier in tiers.tiers] if tiers is not None else []
+    copies = tiers.holders if tiers is not None else []
     assert set(pool.holders()) <= {*scheduler.requests, *leases, *copies}
     all_queues = (queues.running, queues.waiting, queues.arrived)
     queued = [request.key for queue in all_queues for request in queue]

@@ -40,7 +40,7 @@ from engine.scheduling.requests.finish import Finish, RequestStatus
 from engine.scheduling.requests.step_plan import StepPlan
 from engine.scheduling.requests.stopping import add_bitmask
 from engine.scheduling.state import SchedulerState
-from engine.scheduling.tiers.tier import KVTiers
+from engine.scheduling.tiers.kv_tiers import KVTiers
 
 
 class Scheduler(SchedulerState):
@@ -152,9 +152,10 @@ class Scheduler(SchedulerState):
                 self.queues.waiting.add(ready.request)
 
     def _advance(self, tiers: KVTiers) -> None:
-        """Let the tiers copy, behind a step and before the next one is planned: blocks that it fills are held by then."""
+        """Let the tiers copy, behind a step and before the next one is planned: blocks that are copied are held by then."""
         num_free = self.pool.num_free_blocks
-        tiers.advance(self._num_spare_blocks, is_idle=not self.queues.running.requests)
+        is_idle = not self.queues.running.requests
+        tiers.advance(self._num_spare_blocks, self.batcher.preemption.next_tables, is_idle=is_idle)
         is_awaited = self.queues.waiting.requests or self.remote_kv.receiver.unserved
         if is_awaited and self.pool.num_free_blocks > num_free:
             self.live.has_changes = True

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from engine.scheduling.batch import drafting
-from engine.scheduling.tiers import loads, tier
+from engine.scheduling.tiers import kv_tiers, loads, tier, write_behind
 from tests.engine_scheduling.stepping import SteppedEngine, arrive, fake_request, receiving
 from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
 
-PARTS = {"speculate": (drafting,), "host_kv_bytes": (tier, loads)}
+PARTS = {"speculate": (drafting,), "host_kv_bytes": (kv_tiers, tier, loads, write_behind)}
 ON = {"speculate": "ngram", "host_kv_bytes": 32}
 
 

@@ -22,9 +22,13 @@ class MachineWithTier(SchedulerMachine):
         super().__init__()
         self.tier = self.engine.executor.tiers[0]
 
-    @rule(is_late=st.booleans(), has_begun=st.booleans())
-    def copy(self, is_late: bool, has_begun: bool) -> None:
-        """Make all copies, and let the next ones wait; or let the first one begin, which cannot be stopped then."""
+    @rule(is_late=st.booleans(), has_begun=st.booleans(), hangs=st.booleans())
+    def copy(self, is_late: bool, has_begun: bool, hangs: bool) -> None:
+        """Make all copies, and let the next ones wait; or let the first one begin, which cannot be stopped then.
+
+        If it hangs, a preemption does not get its copies made.
+        """
+        self.tier.hangs = hangs
         if has_begun:
             self.tier.begin()
         else:
@@ -68,7 +72,7 @@ class MachineWithTier(SchedulerMachine):
             self.engine.run()
 
     def teardown(self) -> None:
-        self.tier.is_late = False
+        self.tier.is_late = self.tier.hangs = False
         self.finish_copies()
         super().teardown()
 

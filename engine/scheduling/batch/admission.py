@@ -10,7 +10,7 @@ request that needs the block. So the first of all always advances, and two reque
 Requests that wait cause no preemption: they start if blocks are free.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -22,6 +22,7 @@ from engine.scheduling.requests.queues import BatchQueues, PriorityQueue, comes_
 from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.step_plan import ScheduledRequest, StepPlan
 from engine.scheduling.stats import Totals
+from engine.scheduling.tiers.kv_tiers import KVTiers
 from engine.scheduling.tiers.loads import TierLoads
 from engine.scheduling.waits.waits import Waits
 
@@ -150,11 +151,15 @@ class Admission:
 
 
 class Preemption:
-    """Allocates the blocks of running requests, and preempts requests where blocks run short."""
+    """Allocates the blocks of running requests, and preempts requests where blocks run short.
 
-    def __init__(self, queues: BatchQueues, pool: BlockPool) -> None:
+    tiers: the KV tiers, to which what a preempted request has computed is copied before its blocks are free; or None.
+    """
+
+    def __init__(self, queues: BatchQueues, pool: BlockPool, tiers: KVTiers | None) -> None:
         self._queues = queues
         self._pool = pool
+        self._tiers = tiers
 
     def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> list[int] | None:
         """Allocate the blocks that a running request lacks for its next ``num_tokens``.
@@ -164,10 +169,12 @@ class Preemption:
         num_needed = blocks_needed(request.num_computed_tokens + num_tokens, self._pool.block_size)
         num_new = max(0, num_needed - self._pool.num_blocks_of(request.key))
         while not self._pool.can_allocate(num_new):
-            # The last in precedence: so the first of all always advances. One that lends its blocks keeps them (law 4).
-            holders = chain(self._queues.running.requests, self._queues.arrived.requests)
-            candidates = (one for one in holders if not one.is_sending)
-            victim = max(candidates, key=lambda one: one.precedence)
+            victim = self._victims()[0]
+            if self._tiers is not None:
+                # Usually they are stored already, since the tiers store first what ``next_tables`` yields first.
+                self._tiers.store_now(victim.block_hashes[: victim.num_indexed_blocks])
+                if self._pool.can_allocate(num_new):  # the missing blocks were held for copies
+                    break
             plan.drop(victim)
             self._queues.remove(victim)
             self._pool.free(victim.key)
@@ -176,3 +183,15 @@ class Preemption:
             if victim is request:
                 return None
         return self._pool.allocate(request.key, num_new)
+
+    def next_tables(self) -> Iterator[list[int]]:
+        """Yield the blocks of each request that may be preempted, the next one first."""
+        for victim in self._victims():
+            yield self._pool.table_of(victim.key)
+
+    def _victims(self) -> list[Request]:
+        """Return the requests that may be preempted: the last in precedence first, so that the first of all advances."""
+        holders = chain(self._queues.running.requests, self._queues.arrived.requests)
+        # One that lends its blocks keeps them (law 4).
+        candidates = (one for one in holders if not one.is_sending)
+        return sorted(candidates, key=lambda one: one.precedence, reverse=True)

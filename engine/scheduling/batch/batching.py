@@ -180,7 +180,7 @@ class Batcher:
         self.drafting: Drafting | None = None
         if options.speculate != "none":  # otherwise nothing of it runs in a step
             self.drafting = Drafting(queues, pool, self.fair_steps, options, max_length, totals)
-        self._preemption = Preemption(queues, pool)
+        self.preemption = Preemption(queues, pool, loads.tiers if loads else None)
         self._queues = queues
         self._stage: Stage | None = None
 
@@ -224,7 +224,7 @@ class Batcher:
             num_tokens = min(request.num_missing_tokens, plan.budget)
             if num_tokens == 0:
                 break
-            new_blocks = self._preemption.allocate(request, num_tokens, plan)
+            new_blocks = self.preemption.allocate(request, num_tokens, plan)
             if new_blocks is not None:
                 plan.add(ScheduledRequest(request, num_tokens, new_blocks))
         # Blocks ran short: one that started now might lose them again in the next step.

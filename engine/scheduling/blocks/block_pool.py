@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from contract.block_hash import BlockHash
 
@@ -74,7 +75,8 @@ class BlockPool:
     found by hash until the block is taken. A quarantined block may still be written by a read that cannot be cancelled;
     it has no reference, and is not allocated before ``release_quarantine``.
 
-    num_usable_blocks: all but the null block.
+    num_usable_blocks: all but the null block. eviction_clock: advances by 1 for each block that may have left the list of
+    free ones, and by all of them when some are put back at its head.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
@@ -91,6 +93,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._tables: dict[str, list[int]] = {}
         self._quarantined: dict[str, list[int]] = {}
+        self.eviction_clock = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -116,6 +119,7 @@ class BlockPool:
         Returns the appended block ids. Requires ``can_allocate`` of the same arguments.
         """
         table = self._tables.setdefault(holder, [])
+        self.eviction_clock += num_new + len(cached)
         for block in cached:
             self._free.pop(block, None)  # if no other holder has it
             self._references[block] += 1
@@ -155,6 +159,10 @@ class BlockPool:
         """Return whether the block has no holder, and may be taken."""
         return block_id in self._free
 
+    def next_blocks(self, num_blocks: int) -> list[int]:
+        """Return the free blocks that are allocated next, in that order, ``num_blocks`` at most."""
+        return list(islice(self._free, num_blocks))
+
     def forget_content(self, holder: str) -> None:
         """Let the content of the holder's blocks, which is corrupt, not be found any more."""
         for block in self._tables.get(holder, ()):
@@ -166,10 +174,19 @@ class BlockPool:
             raise ValueError(f"{new_holder} holds blocks already")
         self._tables[new_holder] = self._tables.pop(holder, [])
 
-    def free(self, holder: str) -> None:
-        """Drop all references of the holder, last block first, so that heads of prefixes survive longest."""
+    def free(self, holder: str, next_blocks: Sequence[int] = _NOTHING) -> None:
+        """Drop all references of the holder, last block first, so that heads of prefixes survive longest.
+
+        next_blocks: the head of the list of free blocks, as it was before this holder held some of them: these are the first
+        ones again, in this order, as far as they are free.
+        """
         for block in reversed(self._tables.pop(holder, [])):
             self._drop_reference(block)
+        for block in reversed(next_blocks):
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
+        if next_blocks:
+            self.eviction_clock += self.num_usable_blocks
 
     def quarantine(self, holder: str, num_shared: int = 0) -> None:
         """Keep a holder's blocks, into which reads may still write, in quarantine until ``release_quarantine(holder)``.

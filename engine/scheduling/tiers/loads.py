@@ -16,7 +16,8 @@ from engine.kv_tiers.storage import BlockCopy
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.request import Request
-from engine.scheduling.tiers.tier import KVTiers, Tier
+from engine.scheduling.tiers.kv_tiers import KVTiers
+from engine.scheduling.tiers.tier import Tier
 from engine.scheduling.waits.waits import Ready
 
 

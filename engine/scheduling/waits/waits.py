@@ -47,9 +47,11 @@ class Deadlines:
         life = self._lives.setdefault(deadline.key, next(self._life_numbers))
         heapq.heappush(self._heap, (deadline, life))
 
-    def start(self, key: str, seconds: float, stage: str) -> None:
-        """Add the deadline of a request that has entered a wait stage now."""
-        self.add(Deadline(self._clock() + seconds, key, seconds, stage))
+    def start(self, key: str, seconds: float, stage: str) -> Deadline:
+        """Add the deadline of a request that has entered a wait stage now, and return it."""
+        deadline = Deadline(self._clock() + seconds, key, seconds, stage)
+        self.add(deadline)
+        return deadline
 
     def forget(self, key: str) -> None:
         """Drop the deadlines of a request that has finished."""
@@ -155,6 +157,7 @@ class Waits:
         self._stages = list(stages)
         self._deadlines = deadlines
         self._pending: dict[str, list[WaitStage]] = {}
+        self._ends: dict[str, Deadline] = {}  # of the stage whose status the request has
 
     @property
     def keys(self) -> Collection[str]:
@@ -203,15 +206,19 @@ class Waits:
         """End the waits of a request that finishes; return whether a stage has freed its blocks, or quarantined them."""
         # Not within any(): every stage has to give up, even if the first one has freed the blocks.
         returned = [stage.give_up(request) for stage in self._pending.pop(request.key, ())]
+        self._ends.pop(request.key, None)
         return any(returned)
 
     def overdue(self, request: Request, deadline: Deadline) -> Finish | None:
         """Return how a request finishes at the deadline of a stage; None if it has left the stage, or goes on."""
-        first = next(iter(self._pending.get(request.key, ())), None)
-        return first.overdue(request, deadline.seconds) if first and first.name == deadline.stage else None
+        # One of an earlier wait is still in the heap: a request may load its blocks from a tier several times.
+        if self._ends.get(request.key) is not deadline:
+            return None
+        return self._pending[request.key][0].overdue(request, deadline.seconds)
 
     def check_integrity(self, requests: Mapping[str, Request]) -> None:
-        """Assert that each request that waits is live, and has the status of its first stage."""
+        """Assert that each request that waits is live, and has the status and a deadline of its first stage."""
+        assert self._ends.keys() == self._pending.keys()
         for key, stages in self._pending.items():
             assert stages and requests[key].status is stages[0].status
         for stage in self._stages:
@@ -224,6 +231,7 @@ class Waits:
         stages.remove(stage)
         if not stages:
             del self._pending[request.key]
+            del self._ends[request.key]
             # One that has run before is resumed: the runner still keeps it.
             is_new = not request.is_known_to_runner
             request.status = RequestStatus.WAITING if is_new else RequestStatus.PREEMPTED
@@ -234,4 +242,4 @@ class Waits:
     def _enter_first(self, request: Request) -> None:
         stage = self._pending[request.key][0]
         request.status = stage.status
-        self._deadlines.start(request.key, stage.timeout_seconds, stage.name)
+        self._ends[request.key] = self._deadlines.start(request.key, stage.timeout_seconds, stage.name)

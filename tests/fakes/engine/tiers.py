@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class FakeTierStorage:
     """Fulfils ``TierStorage`` over a FakeMemory.
 
-    is_late: copies wait for ``carry_out``; else they are made at once. contents: by slot, what it has, and the hash of that.
+    is_late: copies wait for ``carry_out``; else they are made at once. hangs: who waits for a limited time waits in vain.
+    contents: by slot, what it has, and the hash of that.
     num_stores_kept: the next store keeps only so many blocks, as a full disk does.
     """
 
@@ -23,6 +24,7 @@ class FakeTierStorage:
     def __init__(self, memory: "FakeMemory", num_slots: int) -> None:
         self.num_slots = num_slots
         self.is_late = False
+        self.hangs = False
         self.is_closed = False
         self.contents: dict[int, tuple[list[int | None], bytes]] = {}
         self.num_stores_kept: int | None = None
@@ -71,10 +73,13 @@ class FakeTierStorage:
         while self._jobs and self._jobs[0][0] not in self._of_loads:
             self.carry_out()
 
-    def settle(self) -> None:
-        """Make all copies."""
+    def settle(self, timeout_seconds: float | None = None) -> bool:
+        """Make all copies, unless the storage hangs and the caller does not wait for ever."""
+        if self.hangs and timeout_seconds is not None:
+            return False
         while self._jobs:
             self.carry_out()
+        return True
 
     def close(self) -> None:
         """Make all copies."""
