@@ -68,7 +68,7 @@ def best_flip(
     """
     for target in POOLS:
         source = OTHER[target]
-        if wanted[target] <= present[target] or policy.prefill.devices != policy.decode.devices:
+        if wanted[target] <= present[target] or not policy.has_equal_workers:
             continue
         after = {source: present[source] - 1, target: present[target] + 1}
         if after[source] < policy.bounds(source).least or after[target] > policy.bounds(target).most:

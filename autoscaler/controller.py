@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 from autoscaler.arbiter import OTHER
 from autoscaler.decision import Decision, Order, Verb
+from autoscaler.groups import KEEPABLE
 from autoscaler.launchers.launcher import Launcher
 from autoscaler.law import decide
 from autoscaler.memory import Memory
 from autoscaler.policy import ScalingPolicy
-from autoscaler.pools import KEEPABLE, PoolBook, cheapest
+from autoscaler.pools import PoolBook, cheapest
 from autoscaler.routers import Admins, Routers
 from autoscaler.signals import Signals
 from autoscaler.timing_model import TimingModel
@@ -149,7 +150,7 @@ class Controller:
         level = logging.WARNING if is_held else logging.INFO if decision.orders else logging.DEBUG
         logger.log(level, "%s", decision.line)
         # Before the orders, which may take a minute: with empty pools a router is ready only while decisions arrive.
-        await self._routers.report(decision.report())
+        await self._routers.report(decision.report(policy))
         for order in decision.orders:
             for _ in range(order.number):
                 if not self._may_order():

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from autoscaler.policy import ScalingPolicy
 from autoscaler.proposal import Reading
 from contract.identity import Role
 from contract.scaling import HOLDS, Direction, PoolScaling, ScalingReason, ScalingReport
@@ -57,8 +58,8 @@ class PoolDecision:
     is_correction_bounded: bool = False
     least: int = 1
 
-    def report(self) -> PoolScaling:
-        """Return what routers publish of it."""
+    def report(self, data_parallel_size: int = 1) -> PoolScaling:
+        """Return what routers publish of it. They count the ranks of a group, so the numbers are multiplied by its size."""
         change = self.desired - self.present
         held = self.needed - self.desired
         held_by = None
@@ -66,14 +67,14 @@ class PoolDecision:
             step = ScalingReason.IN_FLIGHT if held > 0 else ScalingReason.STABILIZING
             held_by = self.reason if self.reason in HOLDS else step
         return PoolScaling(
-            desired=self.desired,
+            desired=self.desired * data_parallel_size,
             direction=Direction.UP if change > 0 else Direction.DOWN if change < 0 else Direction.NONE,
             reason=self.reason,
-            held=held,
+            held=held * data_parallel_size,
             held_by=held_by,
             correction=self.correction,
             is_correction_bounded=self.is_correction_bounded,
-            least=self.least,
+            least=self.least * data_parallel_size,
         )
 
 
@@ -91,10 +92,11 @@ class Decision:
         """The decision for people, in one line."""
         return " | ".join(_pool_text(role, pool) for role, pool in self.pools.items())
 
-    def report(self) -> ScalingReport:
-        """Return what routers publish of it."""
+    def report(self, policy: ScalingPolicy) -> ScalingReport:
+        """Return what routers publish of it. policy: with which it was made."""
         return ScalingReport(
-            prefill=self.pools[Role.PREFILL].report(), decode=self.pools[Role.DECODE].report()
+            prefill=self.pools[Role.PREFILL].report(policy.prefill.data_parallel_size),
+            decode=self.pools[Role.DECODE].report(policy.decode.data_parallel_size),
         )
 
     def as_dict(self) -> dict[str, Any]:

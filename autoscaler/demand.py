@@ -77,14 +77,16 @@ class Corrections:
 class Demand:
     """The workers that each pool needs, as real numbers, and what they were calculated from.
 
-    batch: answers of a full decode worker. goals: those of the policy, or longer ones where no pool could meet them.
-    prompt_seconds: time of a long prompt (90th percentile) alone. step_seconds: time of a step for one answer alone.
-    expected: the rate of requests. corrections: the factors with which they were; most_correction: the bound of these.
+    batch: answers of a full decode worker. prompts: those that a prefill worker computes at once. goals: those of the
+    policy, or longer ones where no pool could meet them. prompt_seconds: time of a long prompt (90th percentile) alone.
+    step_seconds: time of a step for one answer alone. expected: the rate of requests. corrections: the factors with which
+    they were; most_correction: the bound of these.
     """
 
     prefill: float
     decode: float
     batch: int
+    prompts: int = 1
     goals: Goals
     prompt_seconds: float
     step_seconds: float
@@ -105,6 +107,16 @@ class Demand:
             return True
         factor = self.correction(role)
         return max(factor, 1.0 / factor) >= _AT_BOUND * self.most_correction
+
+    def in_groups(self, prefill_size: int, decode_size: int) -> "Demand":
+        """Return the same demand in data-parallel groups of so many of these workers."""
+        return replace(
+            self,
+            prefill=self.prefill / prefill_size,
+            decode=self.decode / decode_size,
+            batch=self.batch * decode_size,
+            prompts=self.prompts * prefill_size,
+        )
 
     def of(self, role: Role) -> float:
         """Return the workers that a pool needs."""

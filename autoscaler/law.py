@@ -36,13 +36,17 @@ def decide(
     load = signals.load
     if load is None:
         return _hold(memory, signals)
-    timing = with_sizes(timing, signals.decode)  # a guess has neither the batch nor the KV pool of a worker
+    prefill_size = policy.prefill.data_parallel_size
+    decode_size = policy.decode.data_parallel_size
+    # The times, and these sizes, are those of one rank of a data-parallel group: each has its own requests.
+    timing = with_sizes(timing, signals.decode, decode_size)  # a guess has neither the batch nor the KV pool
     start_seconds = signals.start_seconds or timing.start_seconds
-    answers_each = signals.decode.num_in_flight / max(1, signals.decode.num_ready)
+    answers_each = signals.decode.num_in_flight / (decode_size * max(1, signals.decode.num_ready))
     forecast = memory.forecast.with_reading(signals.time, load.arrival_rate)
     corrections = memory.corrections.with_reading(timing, load, answers_each)
     expected = forecast.at(signals.time, start_seconds).with_backlog(load.num_waiting / _BACKLOG_SECONDS)
-    needed = demand(timing, policy.goals, load, expected, corrections)
+    of_ranks = demand(timing, policy.goals, load, expected, corrections)
+    needed = of_ranks.in_groups(prefill_size, decode_size)
     longest_start = policy.damping.forgotten_after * max(start_seconds, timing.start_seconds)
     # The first ordered workers start under the load that has ordered them, and no start under load was measured yet.
     if not signals.num_starts:

@@ -8,11 +8,16 @@ from contract.identity import Role
 
 @dataclass(frozen=True, kw_only=True)
 class PoolBounds:
-    """The least and the greatest number of workers of a pool. devices: those that each of its workers occupies."""
+    """The least and the greatest number of workers of a pool. devices: those that each of its workers occupies.
+
+    data_parallel_size: ranks of each of them. A data-parallel group is one worker here, as it starts, drains and changes its
+    role as a whole, while routers have a worker for each of its ranks.
+    """
 
     least: int = 1
     most: int = 1
     devices: int = 1
+    data_parallel_size: int = 1
 
     def clamp(self, number: int) -> int:
         """Return the nearest number within the bounds."""
@@ -79,6 +84,12 @@ class ScalingPolicy:
     def bounds(self, role: Role) -> PoolBounds:
         """Return the bounds of a pool."""
         return self.prefill if role is Role.PREFILL else self.decode
+
+    @property
+    def has_equal_workers(self) -> bool:
+        """True if a worker of one pool can take the place of one of the other."""
+        shapes = {(pool.devices, pool.data_parallel_size) for pool in (self.prefill, self.decode)}
+        return len(shapes) == 1
 
     def num_devices(self, workers: dict[Role, int]) -> int:
         """Return the devices that this many workers of each pool occupy."""

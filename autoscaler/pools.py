@@ -1,20 +1,17 @@
-"""The workers of both pools, as routers and launcher list them. Pure."""
+"""The workers of both pools, as routers and launcher list them; a data-parallel group is one of them. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from autoscaler.groups import DRAINING, KEEPABLE, Facts
 from autoscaler.signals import PoolSignals
 from contract.decoding import converter
 from contract.identity import Role
 
-Facts = Mapping[str, Any]
-KEEPABLE = ("draining", "empty")
-"""States of a worker that drains and may serve again."""
-_DRAINING = (*KEEPABLE, "leaving")
 NUM_STARTS = 9
 """The starts whose median counts."""
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -170,7 +167,7 @@ def _signals(
     return PoolSignals(
         num_ready=len(ready),
         starting_ages=ages,
-        num_draining=sum(one["state"] in _DRAINING for one in workers),
+        num_draining=sum(one["state"] in DRAINING for one in workers),
         num_keepable=sum(one["state"] in KEEPABLE and one["id"] in keepable for one in workers),
         num_changing=sum(one["state"] == "changing" for one in workers),
         # A decode worker's legs also wait for their prompts: only what it computes now fills its batch.

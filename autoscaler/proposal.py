@@ -80,7 +80,7 @@ def reading(role: Role, signals: Signals, load: LoadSignals, needed: Demand, pre
     if role is Role.PREFILL:
         return Reading(
             share=None if waits_for_decode else first_share,
-            used=_used(signals.prefill, 1),
+            used=_used(signals.prefill, needed.prompts),
             latency=first,
             goal=needed.goals.ttft,
         )

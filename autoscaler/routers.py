@@ -14,7 +14,8 @@ from typing import Any
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from autoscaler.pools import Facts, WorkerFigures, check_facts, figures
+from autoscaler.groups import Facts, by_launcher
+from autoscaler.pools import WorkerFigures, check_facts, figures
 from autoscaler.signals import (
     ENOUGH_REQUESTS,
     LATENCY_SECONDS,
@@ -224,6 +225,8 @@ Admins = Callable[[], Awaitable[Sequence[RouterAdmin]]]
 class Routers:
     """Owns what the routers have reported: their counts of the last minutes, and the last list of workers.
 
+    A data-parallel group is one worker here; orders, which reach all of its ranks, name one of them.
+
     num_restarts: of the autoscaler, which the routers publish.
     """
 
@@ -232,22 +235,24 @@ class Routers:
         self._num_restarts = num_restarts
         self._history = CountHistory()
         self._answering: frozenset[str] = frozenset()
+        self._listed: dict[str, Facts] = {}
         self.workers: dict[str, Facts] = {}
-        """Facts by worker id; those of before while no router answers."""
+        """Facts by worker id, of a group by its name; those of before while no router answers."""
 
     async def read(self, now: float) -> bool:
         """Read all routers; an error of one is logged. Returns False if none answers. now: never decreases."""
         read = [one for one in await asyncio.gather(*map(_read, await self._admins())) if one is not None]
         # Without an answer the last list stays: by an empty one, drained workers would be removed before they are empty.
         if read:
-            self.workers = dict(merged(workers for _, workers, _ in read))
+            self._listed = dict(merged(workers for _, workers, _ in read))
+            self.workers = by_launcher(self._listed.values())
         self._history.add(now, {address: counts for address, _, counts in read})
         self._answering = frozenset(address for address, _, _ in read)
         return bool(read)
 
     def load(self) -> LoadSignals | None:
         """Return the load; None before the second reading, and if no router has answered the last one."""
-        return self._history.load(figures(self.workers))
+        return self._history.load(figures(self._listed))
 
     async def order(self, worker: str, verb: str, **query: str) -> None:
         """Send an order through the first router that answers. Raises the last error if none does.
@@ -255,7 +260,9 @@ class Routers:
         A router that has not answered the last reading is tried last: a frozen one answers after a long wait.
         """
         routers = sorted(await self._admins(), key=lambda router: router.address not in self._answering)
-        self.workers[worker] = await order_first(routers, worker, verb, **query)
+        rank = self.workers.get(worker, {}).get("first_rank", worker)
+        self._listed[rank] = await order_first(routers, rank, verb, **query)
+        self.workers = by_launcher(self._listed.values())
 
     async def report(self, report: ScalingReport) -> None:
         """Send a decision to all routers that have answered. Another one publishes how old its last decision is."""

@@ -26,6 +26,7 @@ from autoscaler.timing_model import TimingModel
 from contract.errors import KvbatonError
 from contract.identity import Role
 from contract.scaling import ScalingLease
+from launch.devices import RankCounts
 from launch.kept_process import RestartPolicy
 from launch.machine_settings import ScalingSettings
 from launch.router_admin import RouterAdmin
@@ -37,15 +38,20 @@ _LEASE_INTERVALS = 4.0
 
 
 def configured_policy(
-    settings: ScalingSettings, least: Mapping[Role, int], devices: Mapping[Role, int]
+    settings: ScalingSettings, least: Mapping[Role, int], ranks: Mapping[Role, RankCounts]
 ) -> ScalingPolicy:
-    """Return the policy of these settings. least: workers of each pool. devices: those that each of its workers occupies.
+    """Return the policy of these settings. least: workers of each pool. ranks: those of each of its workers.
 
     Raises SettingError if the settings contradict each other.
     """
     most = {Role.PREFILL: settings.max_prefill, Role.DECODE: settings.max_decode}
     bounds = {
-        role: PoolBounds(least=least[role], most=most[role] or least[role], devices=devices[role])
+        role: PoolBounds(
+            least=least[role],
+            most=most[role] or least[role],
+            devices=ranks[role].num_devices,
+            data_parallel_size=ranks[role].data,
+        )
         for role in (Role.PREFILL, Role.DECODE)
     }
     return ScalingPolicy(

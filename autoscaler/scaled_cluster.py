@@ -20,7 +20,7 @@ from launch.local_cluster import WhenReady, cluster_secret, run_until_signal, su
 from launch.machine_settings import WAKE_SECONDS, UpSettings
 from launch.memory_plan import check_memory, weight_bytes
 from launch.model import check_model, find_model
-from launch.processes import local_processes, num_ranks, router_names
+from launch.processes import local_processes, rank_counts, router_names
 from launch.router_admin import RouterAdmin, admin_session
 from launch.settings import child_environment, variable
 from launch.supervisor import Supervisor
@@ -34,7 +34,7 @@ def policy_of(settings: UpSettings) -> ScalingPolicy:
     """Return the policy of ``up --autoscale``. Raises SettingError if the settings contradict each other."""
     num_prefill, num_decode, _ = settings.pools
     least = {Role.PREFILL: num_prefill, Role.DECODE: num_decode}
-    return configured_policy(settings, least, {role: num_ranks(settings, role) for role in least})
+    return configured_policy(settings, least, {role: rank_counts(settings, role) for role in least})
 
 
 def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:

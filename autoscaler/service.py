@@ -11,6 +11,7 @@ from autoscaler.running import Autoscaler, Lease, configured_policy, lease_secon
 from autoscaler.timing_model import default_timing, read_timing
 from contract.identity import Role
 from launch.arguments import parse
+from launch.devices import RankCounts
 from launch.router_admin import RouterAdmin, admin_session
 from launch.service_settings import AutoscalerCommand
 from serving import event_loop
@@ -44,9 +45,9 @@ async def serve(settings: AutoscalerCommand, on_ready: Callable[[str], None]) ->
 
     Raises SettingError for settings that cannot be used, UnavailableError if the engine does not answer at the start.
     """
-    devices = dict.fromkeys((Role.PREFILL, Role.DECODE), settings.tensor_parallel_size)
+    ranks = RankCounts(data=settings.data_parallel_size, tensor=settings.tensor_parallel_size)
     least = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode}
-    policy = configured_policy(settings, least, devices)
+    policy = configured_policy(settings, least, dict.fromkeys(least, ranks))
     timing = (
         read_timing(settings.timing)
         if settings.timing

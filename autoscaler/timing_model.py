@@ -177,14 +177,18 @@ def default_timing(weight_bytes: int, *, has_gpu: bool) -> TimingModel:
     )
 
 
-def with_sizes(timing: TimingModel, decode: PoolSignals) -> TimingModel:
-    """Return a guess with the sizes that the ready decode workers have; a measured model, or one without them, as it is."""
+def with_sizes(timing: TimingModel, decode: PoolSignals, data_parallel_size: int = 1) -> TimingModel:
+    """Return a guess with the sizes that the ready decode workers have; a measured model, or one without them, as it is.
+
+    data_parallel_size: ranks of each worker, if it is a group; the sizes are those of a rank.
+    """
     if not timing.is_guess or not decode.num_ready or not decode.max_in_flight:
         return timing
+    num_ranks = decode.num_ready * data_parallel_size
     return structs.replace(
         timing,
-        max_answers=max(1, decode.max_in_flight // decode.num_ready),
-        kv_tokens=max(1, decode.max_tokens // decode.num_ready) if decode.max_tokens else timing.kv_tokens,
+        max_answers=max(1, decode.max_in_flight // num_ranks),
+        kv_tokens=max(1, decode.max_tokens // num_ranks) if decode.max_tokens else timing.kv_tokens,
     )
 
 

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contract.errors import SettingError
+from contract.identity import Role
 from contract.sampling import MODEL_DEFAULTS
 from launch.arguments import parse
 from launch.client_settings import CheckSettings
+from launch.devices import RankCounts, num_gpus, place_workers
+from launch.memory_plan import gib
 from launch.model import find_model
 from serving.logs import safe_line
 from text.model_card import ModelCard
 from text.tokenizer import read_json
+from worker.settings import visible_gpus
 
 if TYPE_CHECKING:
     from engine.models.served import Served
@@ -52,16 +56,16 @@ class Finding:
 def check(arguments: Sequence[str]) -> None:
     """Run ``kvbaton check``: exit with 1 if there are problems, with 2 if the path is not a model folder."""
     settings = parse(CheckSettings, "kvbaton check", arguments)
-    finding = examine(find_model(settings.model), settings.dtype, settings.kv_cache_dtype)
+    finding = examine(find_model(settings.model), settings)
     print(finding.as_json() if settings.as_json else finding.as_text())
     if finding.problems:
         sys.exit(1)
 
 
-def examine(folder: Path, dtype: str = "auto", kv_cache_dtype: str = "auto") -> Finding:
-    """Read a model folder without its weights. Raises SettingError if config.json is missing or broken.
+def examine(folder: Path, settings: CheckSettings) -> Finding:
+    """Read a model folder without its weights. settings: its dtypes, and the ranks that are to serve it.
 
-    dtype, kv_cache_dtype: see ``engine.options.NumberOptions``.
+    Raises SettingError if config.json is missing or broken.
     """
     config = read_json(folder / "config.json")
     files = _files(folder, _WEIGHTS)
@@ -79,7 +83,7 @@ def examine(folder: Path, dtype: str = "auto", kv_cache_dtype: str = "auto") -> 
         )
     of_card = Finding()
     with ThreadPoolExecutor(1) as beside:  # the engine may wait for a process that reads the configuration
-        engine_check = beside.submit(_add_engine, finding, folder, dtype, kv_cache_dtype)
+        engine_check = beside.submit(_add_engine, finding, folder, settings)
         try:
             with closing(ModelCard.from_folder(folder)) as card:
                 _add_card(of_card, card)
@@ -89,10 +93,26 @@ def examine(folder: Path, dtype: str = "auto", kv_cache_dtype: str = "auto") -> 
     finding.facts |= of_card.facts
     finding.templates = of_card.templates
     finding.problems += of_card.problems
+    ranks = _ranks(settings)
+    if ranks.num_devices > 1:
+        add_devices(finding, ranks, num_gpus(visible_gpus()))
     return finding
 
 
-def _add_engine(finding: Finding, folder: Path, dtype: str, kv_cache_dtype: str) -> None:
+def add_devices(finding: Finding, ranks: RankCounts, num_devices: int) -> None:
+    """Add the GPUs of several ranks. num_devices: the machine's GPUs; several, but too few, are a problem."""
+    finding.facts["GPUs"] = f"{ranks.num_devices} side by side (on the CPU: as many processes)"
+    try:
+        place_workers({Role.AGGREGATED: 1}, {}, num_devices, {Role.AGGREGATED: ranks})
+    except SettingError as error:
+        finding.problems.append(error.message)
+
+
+def _ranks(settings: CheckSettings) -> RankCounts:
+    return RankCounts(data=settings.data_parallel_size, tensor=settings.tensor_parallel_size)
+
+
+def _add_engine(finding: Finding, folder: Path, settings: CheckSettings) -> None:
     """Ask the engine whether and how it serves the folder; its refusal is a problem."""
     if find_spec("safetensors") is None:
         finding.facts["served by"] = (
@@ -103,15 +123,21 @@ def _add_engine(finding: Finding, folder: Path, dtype: str, kv_cache_dtype: str)
     from engine.models.served import examine as ask_engine
 
     try:
-        served = ask_engine(folder, dtype, kv_cache_dtype=kv_cache_dtype)
+        served = ask_engine(
+            folder,
+            settings.dtype,
+            num_ranks=settings.tensor_parallel_size,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            data_parallel_size=settings.data_parallel_size,
+        )
     except SettingError as error:
         finding.facts["served by"] = "nothing: it is refused"
         finding.problems.append(error.message)
         return
-    add_served(finding, served)
+    add_served(finding, served, _ranks(settings))
 
 
-def add_served(finding: Finding, served: "Served") -> None:
+def add_served(finding: Finding, served: "Served", ranks: RankCounts) -> None:
     """Add how the engine serves a model. One that may be refused when it starts is a problem: nothing is promised then."""
     way = "the own decoder" if served.is_own else "transformers"
     if not served.is_tried:
@@ -120,11 +146,19 @@ def add_served(finding: Finding, served: "Served") -> None:
             f"{served.architecture} of this version of transformers was never tried: nothing is known against it, but"
             " whether it is served is decided at the start, by comparing its numbers"
         )
+    of_ranks = {}
+    if ranks.num_devices > 1:
+        of_rank = served.rank_weight_bytes(ranks.tensor, ranks.data)
+        of_ranks = {
+            "weights on each GPU": of_rank and f"about {gib(of_rank)}",
+            "weights on all GPUs": of_rank and f"about {gib(of_rank * ranks.num_devices)}",
+        }
     num_bytes = served.num_weight_bytes
     in_memory = None if num_bytes is None else f"{num_bytes / 2**30:.3f} GiB in {served.dtype}"
     finding.facts |= {
         "served by": way,
         "weights in memory": in_memory,
+        **of_ranks,
         "KV bytes per token": served.kv_bytes_per_token,
         "KV dtype": served.kv_dtype,
         "quantization": served.quantisation,

@@ -37,8 +37,7 @@ def compose(arguments: Sequence[str]) -> None:
             read_timing(settings.timing)
         least = {Role.PREFILL: settings.least_prefill, Role.DECODE: settings.least_decode}
         most = {f"max_{role.value}": len(places) for role, places in settings.places().items()}
-        devices = dict.fromkeys(least, settings.tensor_parallel_size)
-        configured_policy(settings.model_copy(update=most), least, devices)
+        configured_policy(settings.model_copy(update=most), least, dict.fromkeys(least, settings.ranks))
     text = compose_text(settings)
     if settings.output.exists() and not settings.overwrite:
         raise SettingError(f"output {settings.output} exists; add --overwrite to replace it", param="output")
@@ -90,7 +89,7 @@ def compose_text(settings: ComposeSettings) -> str:
         root=_relative(ROOT, settings.output),
         docker=_relative(_TEMPLATE.parent, settings.output),
         model=model,
-        ranks=settings.tensor_parallel_size,
+        ranks=settings.ranks,
         num_workers=sum(map(len, places.values())),
         replicas={"prefill": max(1, settings.least_prefill), "decode": max(1, settings.least_decode)},
         wake_seconds=WAKE_SECONDS if settings.may_be_empty else None,
@@ -143,7 +142,7 @@ def _flags(settings: ComposeSettings) -> list[str]:
         "prefill_devices",
         "decode_devices",
     )
-    more = ("tensor_parallel_size", "timing", "ttft_goal_ms", "itl_goal_ms", "model")
+    more = ("tensor_parallel_size", "data_parallel_size", "timing", "ttft_goal_ms", "itl_goal_ms", "model")
     given = {name: getattr(settings, name) for name in _changed(settings, (*names, *_LAW, *more))}
     return [shlex.quote(word) for word in to_arguments(given)]
 

@@ -14,7 +14,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     may have together. num_blocks: blocks of its pool. vocab_size: token ids are below this. embeds_only: the model has no
     output head. build, host: the version of its code and the name of its machine, for operators. age_seconds: time since
     the process started. num_restarts: how often a supervisor has started the worker again before this process. group: of
-    data-parallel ranks, which are drained and change their role together.
+    data-parallel ranks, which are drained and change their role together; it has group_size of them.
     """
 
     protocol_min: int = 0
@@ -38,6 +38,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: float = 0.0
     num_restarts: int = 0
     group: str = ""
+    group_size: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from pydantic_settings import CliPositionalArg, CliSuppress, SettingsConfigDict
 
 from contract.errors import SettingError
 from contract.options import MAX_SECONDS
-from engine.options import NumberOptions
+from engine.options import NumberOptions, RankOptions
 from launch.settings import DEMO, CommandSettings, LocalSettings, LogLevel
 from serving.settings import FLAG, Address, Addresses, ListenAddress
 
@@ -254,8 +254,10 @@ class RunSettings(AskSettings):
     """Continue the prompt itself, without the model's chat template."""
 
 
-class CheckSettings(NumberOptions, CommandSettings):
+class CheckSettings(NumberOptions, RankOptions, CommandSettings):
     """Describe a model folder and test its chat template; no weights are read.
+
+    With the ranks of a worker or a group it shows the GPUs and the memory of these, and refuses what a start would.
 
     Exit codes: 0 no problem, 1 problems, 2 not a model folder.
 
@@ -263,6 +265,7 @@ class CheckSettings(NumberOptions, CommandSettings):
       kvbaton check ~/models/Qwen3-8B
       kvbaton check --json ~/models/Qwen3-8B
       kvbaton check --dtype float32 --kv-cache-dtype bfloat16 ~/models/Qwen3-8B
+      kvbaton check --data-parallel-size 4 ~/models/Qwen3-30B-A3B
     """
 
     model: CliPositionalArg[str] = DEMO

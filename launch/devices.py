@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contract.errors import SettingError
 from contract.identity import Role
@@ -17,6 +17,21 @@ logger = logging.getLogger(__name__)
 _DEVICE_FILES = Path("/dev")
 _WSL_DEVICE = "dxg"
 """All GPUs of WSL2 are behind this one file."""
+
+
+class RankCounts(NamedTuple):
+    """The ranks of a worker, or of a data-parallel group, which has one place as a worker has.
+
+    data: of the group, each of which is ``tensor`` processes. On CUDA each process has a GPU.
+    """
+
+    data: int = 1
+    tensor: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """The GPUs of the worker or group, which are side by side."""
+        return self.data * self.tensor
 
 
 @dataclass(frozen=True)
@@ -98,11 +113,11 @@ def place_workers(
     pools: Mapping[Role, int],
     given: Mapping[Role, Sequence[int] | None],
     num_devices: int,
-    num_ranks: Mapping[Role, int],
+    ranks: Mapping[Role, RankCounts],
 ) -> dict[Role, list[DevicePlace]]:
     """Return each worker's place. Workers without a list are spread evenly over all GPUs, and those with one over theirs.
 
-    num_ranks: GPUs of each worker of a role, which are side by side. Without several GPUs, and without a list, nothing is
+    ranks: of each worker of a role. Without several GPUs, and without a list, nothing is
     placed. Raises SettingError for a list with a GPU that is not there, or without enough GPUs side by side.
     """
     num_workers = sum(pools.values())
@@ -113,27 +128,31 @@ def place_workers(
     for role, count in pools.items():
         own = given.get(role)
         if own is not None:
-            groups = _groups_of(role, own, num_devices, num_ranks[role])
+            groups = _groups_of(role, own, num_devices, ranks[role].num_devices)
             if not groups and count:
-                raise _too_few(f"{role.value}_devices", num_ranks[role], f"it lists {len(own)}")
+                raise _too_few(f"{role.value}_devices", ranks[role], f"it lists {len(own)}")
             starts[role] = [groups[index % len(groups)] for index in range(count)]
             continue
-        if count and num_ranks[role] > num_devices:
-            raise _too_few("tensor_parallel_size", num_ranks[role], f"this machine has {num_devices}")
+        if count and ranks[role].num_devices > num_devices:
+            name = "tensor_parallel_size" if ranks[role].data == 1 else "data_parallel_size"
+            raise _too_few(name, ranks[role], f"this machine has {num_devices}")
         starts[role] = []
         for _ in range(count):
             # The next whole group behind those that are taken; behind the last one, the first again.
-            size = num_ranks[role]
+            size = ranks[role].num_devices
             first = -(-taken // size) * size
             first = first if first + size <= num_devices else 0
             taken = first + size
             starts[role].append(first)
     users = Counter(
-        first + rank for role, firsts in starts.items() for first in firsts for rank in range(num_ranks[role])
+        first + rank
+        for role, firsts in starts.items()
+        for first in firsts
+        for rank in range(ranks[role].num_devices)
     )
     return {
         role: [
-            DevicePlace(f"cuda:{first}", max(users[first + rank] for rank in range(num_ranks[role])))
+            DevicePlace(f"cuda:{first}", max(users[first + rank] for rank in range(ranks[role].num_devices)))
             for first in firsts
         ]
         for role, firsts in starts.items()
@@ -161,5 +180,8 @@ def _groups_of(role: Role, own: Sequence[int], num_devices: int, size: int) -> l
     return firsts
 
 
-def _too_few(name: str, num_ranks: int, found: str) -> SettingError:
-    return SettingError(f"{name}: each worker needs {num_ranks} GPUs side by side, and {found}", param=name)
+def _too_few(name: str, ranks: RankCounts, found: str) -> SettingError:
+    unit = "worker" if ranks.data == 1 else f"group of {ranks.data} ranks"
+    return SettingError(
+        f"{name}: each {unit} needs {ranks.num_devices} GPUs side by side, and {found}", param=name
+    )

@@ -77,7 +77,8 @@ def group_specs(role: Role, settings: WorkerCommand) -> list[ProcessSpec]:
             "port": settings.port + rank if settings.port else 0,
             "admin": join_address(admin_host, admin_port + rank if admin_port else 0),
             "num_threads": max(1, settings.num_threads // size),
-            "workers_on_host": settings.workers_on_host * size,
+            # On CUDA each rank has GPUs of its own; elsewhere the ranks share what one worker would have.
+            "workers_on_host": settings.workers_on_host * (1 if kind == "cuda" else size),
             "data_parallel_rank": rank,
             "data_parallel_address": address,
         }

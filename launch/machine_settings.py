@@ -19,7 +19,7 @@ from pydantic_settings import CliPositionalArg
 from contract.errors import SettingError
 from contract.identity import Role
 from engine.options import RankOptions
-from launch.devices import parse_devices
+from launch.devices import RankCounts, parse_devices
 from launch.settings import DEMO, LocalSettings, LogLevel, PairSettings, WritableFile
 from serving.settings import Settings
 
@@ -178,8 +178,13 @@ class ComposeSettings(RankOptions, AutoscaleSettings):
     log_level: LogLevel = "error"
     """Lowest level of the log records that are written."""
 
+    @property
+    def ranks(self) -> RankCounts:
+        """The ranks of each worker, which is one container; so is a data-parallel group."""
+        return RankCounts(data=self.data_parallel_size, tensor=self.tensor_parallel_size)
+
     def places(self) -> dict[Role, list[int]]:
-        """Return the places of each role's largest pool: on place k, a worker has the GPUs from k * tensor_parallel_size on.
+        """Return the places of each role's largest pool. On place k, a worker or group has the GPUs from k * num_devices on.
 
         Raises SettingError for lists of GPUs that cannot be divided so, or that contradict the numbers of workers.
         """
@@ -196,7 +201,7 @@ class ComposeSettings(RankOptions, AutoscaleSettings):
         prefill = self._listed("prefill", self.prefill_devices, self.prefill, self.max_prefill)
         decode = self._listed("decode", self.decode_devices, self.decode, self.max_decode)
         if both := set(prefill) & set(decode):
-            gpu = min(both) * self.tensor_parallel_size
+            gpu = min(both) * self.ranks.num_devices
             raise SettingError(f"decode_devices has GPU {gpu}, as prefill_devices", param="decode_devices")
         return {Role.PREFILL: prefill, Role.DECODE: decode}
 
@@ -206,14 +211,17 @@ class ComposeSettings(RankOptions, AutoscaleSettings):
         number, most: of its workers, if they are given.
         """
         name = f"{role}_devices"
-        size = self.tensor_parallel_size
+        size = self.ranks.num_devices
+        sizes = f"tensor_parallel_size {self.tensor_parallel_size}"
+        if self.data_parallel_size > 1:
+            sizes = f"data_parallel_size {self.data_parallel_size} and {sizes}"
         devices = parse_devices(text)
         groups = [devices[first : first + size] for first in range(0, len(devices), size)]
         for group in groups:
             if group[0] % size or group != list(range(group[0], group[0] + size)):
                 shown = ", ".join(map(str, group))
                 raise SettingError(
-                    f"{name} has {shown} for one worker: with tensor_parallel_size {size} its GPUs are {size} side by"
+                    f"{name} has {shown} for one worker: with {sizes} its GPUs are {size} side by"
                     f" side, the first one a multiple of {size}",
                     param=name,
                 )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from contract.errors import SettingError
 from launch.command_settings import from_file
-from launch.devices import num_gpus
+from launch.devices import RankCounts, num_gpus
 from launch.model import find_model
-from launch.processes import worker_places
+from launch.processes import rank_counts, worker_places
 from launch.settings import LocalSettings
 from serving.gpu_memory import gpu_memory
 from worker.settings import visible_gpus
@@ -22,16 +22,16 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """One worker's share. gpus: their numbers; empty: the device is not chosen here. num_ranks: its processes.
+    """One worker's share. gpus: their numbers; empty: the device is not chosen here. ranks: its processes.
 
-    device: its setting. num_sharing: workers on its fullest GPU, or on the machine. pool_bytes: of all ranks together;
-    None: what is left.
+    device: its setting. num_sharing: workers on its fullest GPU, or on the machine. pool_bytes: of the worker, or of each
+    data-parallel rank of the group; None: what is left.
     """
 
     name: str
     device: str
     gpus: tuple[int, ...]
-    num_ranks: int
+    ranks: RankCounts
     num_sharing: int
     pool_bytes: int | None
     utilization: float
@@ -91,7 +91,7 @@ def plan_workers(settings: LocalSettings, num_devices: int) -> list[WorkerPlan]:
     plans = list[WorkerPlan]()
     for role, own in worker_places(settings, num_devices).items():
         given = from_file(settings, role, is_logged=False) if own else {}
-        num_ranks = int(given.get("tensor_parallel_size", settings.tensor_parallel_size))
+        ranks = rank_counts(settings, role)
         pool = given.get("kv_cache_bytes", settings.kv_cache_bytes)
         for index, place in enumerate(own):
             device = str(given.get("device", place.device or settings.device))
@@ -101,8 +101,8 @@ def plan_workers(settings: LocalSettings, num_devices: int) -> list[WorkerPlan]:
             plan = WorkerPlan(
                 name=f"{role.value}-{index}",
                 device=device,
-                gpus=tuple(range(int(first), int(first) + num_ranks)) if first else (),
-                num_ranks=num_ranks,
+                gpus=tuple(range(int(first), int(first) + ranks.num_devices)) if first else (),
+                ranks=ranks,
                 num_sharing=place.num_sharing,
                 pool_bytes=None if pool is None else int(pool),
                 utilization=float(given.get("gpu_memory_utilization", settings.gpu_memory_utilization)),
@@ -128,7 +128,11 @@ def refuse_overfull(plans: Sequence[WorkerPlan], weights: int, memory: Sequence[
     for gpu, own in sorted(users.items()):
         if memory is None or gpu >= len(memory):
             continue
-        needed = sum((weights + (plan.pool_bytes or 0)) // plan.num_ranks for plan in own)
+        needed = sum(
+            # A lower bound: of a group's weights the experts alone are spread over its ranks.
+            weights // plan.ranks.num_devices + (plan.pool_bytes or 0) // plan.ranks.tensor
+            for plan in own
+        )
         if any(plan.pool_bytes for plan in own) and needed > memory[gpu]:
             names = " and ".join(plan.name for plan in own)
             raise SettingError(
@@ -154,6 +158,8 @@ def _memory_of(plan: WorkerPlan, weights: int, memory: Sequence[int] | None) -> 
         else f"{plan.num_sharing} workers on this machine"
     )
     sharing = "" if plan.num_sharing == 1 else f", {others}"
+    if plan.ranks.data > 1:
+        sharing = f" in each of {plan.ranks.data} ranks{sharing}"
     if plan.pool_bytes is not None:
         return f"KV pool {gib(plan.pool_bytes)} (kv_cache_bytes){sharing}"
     if not plan.device.startswith("cuda"):
@@ -163,11 +169,12 @@ def _memory_of(plan: WorkerPlan, weights: int, memory: Sequence[int] | None) -> 
     if memory is None or not plan.gpus or plan.gpus[-1] >= len(memory):
         return text
     num_bytes = int(min(memory[gpu] for gpu in plan.gpus) * share)
-    each = " on each" if plan.num_ranks > 1 else ""
-    rest = num_bytes - weights // plan.num_ranks
+    each = " on each" if plan.ranks.num_devices > 1 else ""
+    rest = num_bytes - weights // plan.ranks.num_devices
     if rest <= 0:
         return f"{text}: {gib(num_bytes)}{each}, less than the weights"
-    return f"{text}: {gib(num_bytes)}{each}, of which about {gib(rest)} for KV and steps"
+    about = "about" if plan.ranks.data == 1 else "at most"  # each rank has more than its part of the weights
+    return f"{text}: {gib(num_bytes)}{each}, of which {about} {gib(rest)} for KV and steps"
 
 
 def gib(num_bytes: int) -> str:

@@ -13,7 +13,13 @@ from launch.settings import DEMO, LocalSettings
 
 DEMO_NAME = "kvbaton-demo"
 _WORKERS = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
-_OF_THE_MODEL = ("dtype", "kv_cache_dtype", "max_model_len", "tensor_parallel_size")
+_OF_THE_MODEL = (
+    "dtype",
+    "kv_cache_dtype",
+    "max_model_len",
+    "tensor_parallel_size",
+    "data_parallel_size",
+)
 """Settings that decide whether a model is served."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
@@ -80,9 +86,15 @@ def check_model(settings: LocalSettings, folder: Path) -> None:
         engine = EngineSettings(model=folder, **options)
         if count and engine not in checked:
             checked.append(engine)
-            ranks = engine.tensor_parallel_size
-            found = examine(folder, engine.dtype, engine.max_model_len, ranks, engine.kv_cache_dtype)
-            if not found.has_weights:
+            served = examine(
+                folder,
+                engine.dtype,
+                engine.max_model_len,
+                engine.tensor_parallel_size,
+                engine.kv_cache_dtype,
+                engine.data_parallel_size,
+            )
+            if not served.has_weights:
                 raise SettingError(f"model: {folder} has no weights (*.safetensors)", param="model")
 
 

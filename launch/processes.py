@@ -14,7 +14,7 @@ from contract.errors import SettingError
 from contract.identity import Role
 from launch.arguments import to_arguments
 from launch.command_settings import command_setting_names, from_file
-from launch.devices import DevicePlace, num_gpus, place_workers
+from launch.devices import DevicePlace, RankCounts, num_gpus, place_workers
 from launch.kept_process import Facts, ProcessSpec
 from launch.model import model_name
 from launch.settings import LocalSettings, available_cores, child_environment
@@ -157,19 +157,22 @@ def worker_places(settings: LocalSettings, num_devices: int | None = None) -> di
             raise SettingError(
                 f"device is {settings.device}, and GPUs of workers are listed; leave it unset", param="device"
             )
-        return place_workers(pools, {}, 0, dict.fromkeys(pools, 1))
+        return place_workers(pools, {}, 0, dict.fromkeys(pools, RankCounts()))
     return place_workers(
         pools,
         given,
         num_gpus(visible_gpus()) if num_devices is None else num_devices,
-        {role: num_ranks(settings, role) for role in pools},
+        {role: rank_counts(settings, role) for role in pools},
     )
 
 
-def num_ranks(settings: LocalSettings, role: Role) -> int:
-    """Return the number of ranks of each worker of a role."""
+def rank_counts(settings: LocalSettings, role: Role) -> RankCounts:
+    """Return the ranks of each worker of a role. A data-parallel group, which is one process here, counts as one worker."""
     given = from_file(settings, role, is_logged=False)
-    return int(given.get("tensor_parallel_size", settings.tensor_parallel_size))
+    return RankCounts(
+        data=int(given.get("data_parallel_size", settings.data_parallel_size)),
+        tensor=int(given.get("tensor_parallel_size", settings.tensor_parallel_size)),
+    )
 
 
 def _cores_of_each(cores: Sequence[int], num_threads: int, num_workers: int) -> list[str]:

@@ -588,6 +588,7 @@ class Registration(_message.Message):
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_RESTARTS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     """Lowest and highest protocol version that the worker supports."""
     protocol_max: _builtins.int
@@ -627,6 +628,8 @@ class Registration(_message.Message):
     """How often the supervisor of its machine has started the worker again before this process."""
     group: _builtins.str
     """Name of its data-parallel group, whose workers are drained and change their role together; empty: it has none."""
+    group_size: _builtins.int
+    """Number of workers of its group; 0: it has none."""
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout:
         """The shape of its KV blocks."""
@@ -655,10 +658,11 @@ class Registration(_message.Message):
         age_seconds: _builtins.float = ...,
         num_restarts: _builtins.int = ...,
         group: _builtins.str = ...,
+        group_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "age_seconds", b"age_seconds", "boot_id", b"boot_id", "build", b"build", "control_address", b"control_address", "embeds_only", b"embeds_only", "group", b"group", "host", b"host", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_restarts", b"num_restarts", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "age_seconds", b"age_seconds", "boot_id", b"boot_id", "build", b"build", "control_address", b"control_address", "embeds_only", b"embeds_only", "group", b"group", "group_size", b"group_size", "host", b"host", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_restarts", b"num_restarts", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,6 +103,7 @@ RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
             "pid": UINT32,
             "age_seconds": AGE_SECONDS,
             "num_restarts": COUNT,
+            "group_size": COUNT,
         },
         "KvLayout": {
             "num_layers": DIMENSION,

@@ -49,5 +49,6 @@ def registration_of(
         build=version("kvbaton"),
         # Where its coordinator is: the same for all ranks, and for no other group.
         group=settings.data_parallel_address or "" if settings.data_parallel_size > 1 else "",
+        group_size=settings.data_parallel_size if settings.data_parallel_size > 1 else 0,
         **process_identity(settings.num_restarts),
     )

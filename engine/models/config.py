@@ -101,6 +101,22 @@ class DecoderConfig(ModelShape):
         """Return the experts of a layer; None if it has an MLP."""
         return self.experts if layer in self.sparse_layers else None
 
+    def check_spread(self, num_ranks: int) -> None:
+        """Raise SettingError if the experts cannot be spread over this many data-parallel ranks."""
+        if num_ranks == 1:
+            return
+        if self.experts is None or not self.sparse_layers:
+            raise SettingError(
+                f"data_parallel_size is {num_ranks}, and the model has no experts to spread over the ranks: "
+                "run more workers instead, which need not step together",
+                param="data_parallel_size",
+            )
+        if num_ranks > self.experts.num:
+            raise SettingError(
+                f"data_parallel_size is {num_ranks}, and the model has {self.experts.num} experts; each rank needs one",
+                param="data_parallel_size",
+            )
+
     def __post_init__(self) -> None:
         """Raise SettingError if the numbers cannot describe a decoder."""
         if self.num_heads % self.num_kv_heads:

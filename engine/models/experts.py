@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contract.errors import SettingError
 from engine.distributed.group import RankGroup
 from engine.models.config import DecoderConfig, Experts
 from engine.models.linear import DenseLinear, LinearOp
@@ -87,12 +86,7 @@ class SparseMLP(nn.Module):
         return self._group.add_up(self._exchange.add_up_own(mixed))
 
     def spread(self, exchange: TokenExchange) -> None:
-        """Keep the experts of this rank only, and exchange tokens from now on. Raises SettingError for too many ranks."""
-        if exchange.size > self._shape.num:
-            raise SettingError(
-                f"data_parallel_size is {exchange.size}, and the model has {self._shape.num} experts; each rank needs one",
-                param="data_parallel_size",
-            )
+        """Keep the experts of this rank only, and exchange tokens from now on."""
         own = experts_of(self._shape.num, exchange.size, exchange.rank)
         for index in range(self._shape.num):
             if index not in own:
@@ -116,13 +110,7 @@ def experts_of(num_experts: int, num_ranks: int, rank: int) -> range:
 
 
 def spread_experts(model: nn.Module, exchange: TokenExchange) -> None:
-    """Divide the experts of all layers among the ranks of a group. Raises SettingError for a model without experts."""
-    layers = [module for module in model.modules() if isinstance(module, SparseMLP)]
-    if not layers:
-        raise SettingError(
-            f"data_parallel_size is {exchange.size}, and the model has no experts to spread over the ranks: "
-            "run more workers instead, which need not step together",
-            param="data_parallel_size",
-        )
-    for layer in layers:
-        layer.spread(exchange)
+    """Divide the experts of all layers among the ranks of a group, which ``DecoderConfig.check_spread`` allows."""
+    for module in list(model.modules()):
+        if isinstance(module, SparseMLP):
+            module.spread(exchange)

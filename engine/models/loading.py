@@ -113,6 +113,7 @@ def load(
             folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len, device, group
         )
     plan = plan_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
+    plan.config.check_spread(1 if exchange is None else exchange.size)
     of_rank = config_of_rank(plan.config, group.size)
     # Before minutes of reading weights.
     kv_dtype = resolve_kv_dtype(kv_cache_dtype, plan.dtype)

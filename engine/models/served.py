@@ -28,6 +28,8 @@ from engine.models.registry import Architecture, architecture_name, find_archite
 
 _PROGRAM = "engine.models.facts_program"
 _PROGRAM_SECONDS = 60.0
+_EXPERTS = ".experts."
+"""A part of the names of experts' tensors."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Served:
     is_own: our own decoder computes it, else transformers. is_tried: False for a type of transformers that no version of
     this engine has loaded, so that its start decides. dtype, kv_dtype: of the computation and of the KV; None where neither
     config.json nor the weights name one. quantisation: None without. num_weight_bytes: of the weights in that dtype; None if
-    unknown. kv_bytes_per_token: over all layers; None if unknown. has_weights: False if there is config.json alone.
+    unknown. num_expert_bytes: those of them that are experts' of layers whose experts can be spread over ranks.
+    kv_bytes_per_token: over all layers; None if unknown. has_weights: False if there is config.json alone.
     """
 
     architecture: str
@@ -62,6 +65,14 @@ class Served:
     kv_bytes_per_token: int | None
     max_model_len: int
     has_weights: bool
+    num_expert_bytes: int = 0
+
+    def rank_weight_bytes(self, num_ranks: int, data_parallel_size: int) -> int | None:
+        """Return about how many bytes of weights each process of a worker, or of a data-parallel group, has."""
+        if self.num_weight_bytes is None:
+            return None
+        elsewhere = self.num_expert_bytes * (data_parallel_size - 1) // data_parallel_size
+        return (self.num_weight_bytes - elsewhere) // num_ranks
 
 
 def examine(
@@ -70,8 +81,11 @@ def examine(
     max_model_len: int | None = None,
     num_ranks: int = 1,
     kv_cache_dtype: str = "auto",
+    data_parallel_size: int = 1,
 ) -> Served:
     """Return how the engine serves a folder, with weights or with config.json alone. Needs kvbaton[worker], not torch.
+
+    num_ranks: processes of a worker. data_parallel_size: workers of a group.
 
     Raises SettingError, whose text is that of the loader, for one that it refuses. Takes less than a second where
     transformers reads the configuration, in a process of its own.
@@ -84,7 +98,9 @@ def examine(
     architecture = find_architecture(raw)
     if architecture is None:
         refuse_ranks(raw, num_ranks)
+        refuse_spreading(raw, data_parallel_size)
         return _examine_transformers(folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len)
+    architecture.read_config(raw).check_spread(data_parallel_size)
     return _examine_own(folder, raw, architecture, checkpoint, dtype, kv_cache_dtype, max_model_len)
 
 
@@ -161,14 +177,15 @@ def _examine_own(
         own = plan_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
         config = own.config
         name = own.dtype
-        num_numbers = _num_numbers(own.weights)
+        counts = {each: prod(own.weights.shape(each)) for each in own.weights.names()}
     else:
         read_scheme(raw)
         config = architecture.read_config(raw)
         name = _named_dtype(dtype, raw)
         head = Head.TIED if config.tie_word_embeddings else Head.OWN
-        num_numbers = sum(map(prod, architecture.shapes(config, head).values()))
+        counts = {each: prod(shape) for each, shape in architecture.shapes(config, head).items()}
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
+    num_of_experts = sum(number for each, number in counts.items() if _EXPERTS in each)
     return Served(
         architecture=str(architecture_name(raw)),
         is_own=True,
@@ -176,7 +193,8 @@ def _examine_own(
         dtype=name,
         kv_dtype=kv_dtype,
         quantisation="FP8 (compressed-tensors)" if raw.get("quantization_config") else None,
-        num_weight_bytes=_bytes(num_numbers, name),
+        num_weight_bytes=_bytes(sum(counts.values()), name),
+        num_expert_bytes=_bytes(num_of_experts, name) or 0,
         kv_bytes_per_token=_bytes(2 * config.num_layers * config.num_kv_heads * config.head_dim, kv_dtype),
         max_model_len=model_length(max_model_len, config.max_position_embeddings),
         has_weights=checkpoint is not None,

@@ -54,6 +54,7 @@ def worker_facts(worker: AttachedWorker) -> dict[str, Any]:
         "age_seconds": worker.age_seconds,
         "num_restarts": registration.num_restarts,
         "group": registration.group or None,
+        "group_size": registration.group_size or None,
         "address": registration.address,
         "control_address": registration.control_address or None,
         "admin_address": registration.admin_address or None,

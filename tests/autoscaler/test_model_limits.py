@@ -34,7 +34,7 @@ def test_a_correction_at_its_bound_is_told_in_the_decision() -> None:
     assert (prefill.correction, prefill.is_correction_bounded) == (2.0, True)
     assert "times 2x the model's, the bound" in decision.line
     assert not decode.is_correction_bounded
-    report = decision.report()
+    report = decision.report(POLICY)
     assert (report.prefill.correction, report.prefill.is_correction_bounded) == (2.0, True)
     assert (report.decode.correction, report.decode.is_correction_bounded) == (1.0, False)
     absurd = replace(QUIET, prefill_seconds_per_token=1.0)

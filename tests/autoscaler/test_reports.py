@@ -13,13 +13,13 @@ BUSY = replace(QUIET, arrival_rate=30.0)
 
 
 def prefill(decision: Decision) -> PoolScaling:
-    return decision.report().prefill
+    return decision.report(POLICY).prefill
 
 
 def test_a_pool_that_is_right_holds_nothing() -> None:
     (decision,) = Law().run(ready(1, 0.3), ready(1, 2.0))
     steady = PoolScaling(desired=1, direction=Direction.NONE, reason=ScalingReason.STEADY)
-    assert prefill(decision) == decision.report().decode == steady
+    assert prefill(decision) == decision.report(POLICY).decode == steady
 
 
 def test_a_pool_that_grows_to_what_it_needs_holds_nothing() -> None:

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from cli.check import Finding, add_served
+from cli.check import Finding, add_devices, add_served
 from cli.main import run_command
+from contract.errors import SettingError
 from engine.models.served import examine
+from launch.arguments import parse
+from launch.devices import RankCounts
+from launch.machine_settings import UpSettings
+from launch.model import check_model
 from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, make_foreign_checkpoint
 from tests.text.tiny_model import model_files, write_model
 
@@ -194,8 +199,8 @@ def test_a_family_that_was_never_tried_is_no_success(tmp_path: Path) -> None:
     """Exit 0 promises a start; such a model may be refused by the comparison of numbers there."""
     served = examine(make_foreign_checkpoint(tmp_path, "olmo2"))
     known, unknown = Finding(), Finding()
-    add_served(known, served)
-    add_served(unknown, replace(served, is_tried=False))
+    add_served(known, served, RankCounts())
+    add_served(unknown, replace(served, is_tried=False), RankCounts())
     assert known.problems == []
     (problem,) = unknown.problems
     assert "Olmo2ForCausalLM" in problem and "was never tried" in problem
@@ -211,3 +216,56 @@ def test_a_truncated_file_of_weights_is_a_problem(tmp_path: Path, capsys: pytest
         code, text = checked(capsys, str(folder))
         assert code == 1
         assert "problem: model: " in text and "cannot be read as safetensors" in text
+
+
+def test_a_group_has_its_gpus_and_its_memory_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_foreign_checkpoint(tmp_path, "qwen3_moe", hidden_size=1024, moe_intermediate_size=1024)
+    found = json.loads(checked(capsys, "--json", str(folder))[1])
+    assert not found.keys() & {"GPUs", "weights on each GPU", "weights on all GPUs"}
+    ranks = ("--data-parallel-size", "4", "--tensor-parallel-size", "2")
+    found = json.loads(checked(capsys, "--json", *ranks, str(folder))[1])
+    assert found["GPUs"].startswith("8 side by side")
+    served = examine(folder)
+    assert served.num_weight_bytes is not None
+    # Each rank has a quarter of the experts and all other weights, and each of its two processes a half of that.
+    of_process = (served.num_weight_bytes - served.num_expert_bytes * 3 // 4) // 2
+    assert found["weights on each GPU"] == f"about {of_process / 2**30:.2f} GiB" != "about 0.00 GiB"
+    assert found["weights on all GPUs"] == f"about {8 * of_process / 2**30:.2f} GiB"
+    assert not any("data_parallel_size" in problem for problem in found["problems"])
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "told"),
+    [
+        ("llama", 2, "data_parallel_size is 2, and the model has no experts to spread over the ranks"),
+        ("olmo2", 2, "data_parallel_size is 2; Olmo2ForCausalLM is computed by transformers, whose experts"),
+        ("qwen3_moe", 5, "data_parallel_size is 5, and the model has 4 experts; each rank needs one"),
+    ],
+    ids=["dense", "transformers", "many"],
+)
+def test_a_group_that_cannot_start_is_a_problem(
+    family: str, size: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And ends `up` before a process starts, in the same words."""
+    make = make_checkpoint if family == "llama" else make_foreign_checkpoint
+    folder = make(tmp_path, family)
+    flags = ("--data-parallel-size", str(size))
+    code, text = checked(capsys, *flags, str(folder))
+    assert code == 1
+    assert f"problem: {told}" in text
+    with pytest.raises(SettingError, match=told):
+        check_model(parse(UpSettings, "kvbaton up", flags), folder)
+
+
+def test_too_few_gpus_for_a_group_are_a_problem() -> None:
+    """A machine without GPUs, or with one that its ranks share, may still serve it."""
+    ranks = RankCounts(data=4, tensor=2)
+    for num_gpus in (0, 1, 8):
+        found = Finding()
+        add_devices(found, ranks, num_gpus)
+        assert found.problems == []
+    add_devices(found, ranks, 6)
+    (problem,) = found.problems
+    assert problem.startswith("data_parallel_size: each group of 4 ranks needs 8 GPUs side by side, and this")

@@ -123,6 +123,15 @@ def test_its_command_has_the_bounds_and_the_goals_of_the_flags(timing: Path, tmp
     }
 
 
+def test_a_group_is_one_container_of_its_role(timing: Path, tmp_path: Path) -> None:
+    services = by_hand("cpu", {}, scaled(tmp_path, *RANGES, "--data-parallel-size", "2", "--budget", "6"))
+    for name in ("autoscaler", "prefill", "decode"):
+        assert services[name]["environment"]["KVBATON_DATA_PARALLEL_SIZE"] == 2
+    assert services["decode"]["deploy"]["replicas"] == 2
+    with pytest.raises(SettingError, match="budget is 5, but the smallest pools need 6 devices"):
+        scaled(tmp_path, *RANGES, "--data-parallel-size", "2", "--budget", "5")
+
+
 def test_the_least_workers_are_started_by_compose_and_memory_is_divided_for_the_most(
     timing: Path, tmp_path: Path
 ) -> None:

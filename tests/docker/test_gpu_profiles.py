@@ -16,6 +16,7 @@ TWO_RANKS = {"KVBATON_TENSOR_PARALLEL_SIZE": "2"}
 FOUR = ("--prefill-devices", "0", "--decode-devices", "1-3")
 EIGHT = ("--prefill-devices", "0,4", "--decode-devices", "1-3,5-7")
 RANKS = ("--prefill-devices", "0,1", "--decode-devices", "2-7", "--tensor-parallel-size", "2")
+GROUPS = (*RANKS[:1], "0-3", RANKS[2], "4-7", *RANKS[4:], "--data-parallel-size", "2")
 MACHINES = [
     pytest.param((), {}, 2, 1, id="2 GPUs"),
     pytest.param(FOUR, {}, 4, 1, id="4 GPUs"),
@@ -23,6 +24,7 @@ MACHINES = [
     pytest.param((), TWO_RANKS, 4, 2, id="4 GPUs, tp 2"),
     pytest.param(FOUR, TWO_RANKS, 8, 2, id="8 GPUs, tp 2"),
     pytest.param(RANKS, {}, 8, 2, id="8 GPUs, tp 2 in the file"),
+    pytest.param(GROUPS, {}, 8, 4, id="8 GPUs, dp 2 of tp 2"),
 ]
 """The flags of `kvbaton compose`, variables, the number of GPUs, and those of each worker."""
 

@@ -323,3 +323,16 @@ def test_a_model_of_transformers_is_refused_on_several_ranks_before_a_start(tmp_
     assert "Olmo2ForCausalLM is computed by transformers, on one rank alone" in str(refused[0])
     assert refused[0] == refused[1]
     assert outcome(lambda: examine(make_checkpoint(tmp_path / "own"), num_ranks=4)) is None
+
+
+def test_the_experts_of_a_group_are_counted_as_they_are_spread(tmp_path: Path) -> None:
+    folder = make_foreign_checkpoint(tmp_path, "qwen3_moe")
+    served = examine(folder, num_ranks=2, data_parallel_size=4)
+    # Two layers of four experts, each of three products of 64 by 32 numbers of four bytes.
+    assert served.num_expert_bytes == 2 * 4 * 3 * 64 * 32 * 4
+    assert served.num_weight_bytes is not None
+    rest = served.num_weight_bytes - served.num_expert_bytes
+    assert served.rank_weight_bytes(2, 4) == (rest + served.num_expert_bytes // 4) // 2
+    assert served.rank_weight_bytes(1, 1) == served.num_weight_bytes
+    (folder / "model.safetensors").unlink()
+    assert examine(folder, data_parallel_size=4).num_expert_bytes == served.num_expert_bytes

@@ -27,6 +27,17 @@ def test_a_range_has_the_least_and_the_greatest_number() -> None:
     assert (policy.budget, policy.goals.ttft, policy.goals.itl) == (6, 0.5, 0.1)
 
 
+def test_a_group_is_one_worker_of_its_pool_and_occupies_the_devices_of_all_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "kvbaton.toml"
+    file.write_text("[decode]\ndata_parallel_size = 4\n")
+    ranges = ("--prefill", "1:4", "--decode", "1:3", "--tensor-parallel-size", "2", "--config", str(file))
+    policy = policy_of(settings(*SCALED, *ranges, "--budget", "12"))
+    assert (policy.prefill.devices, policy.prefill.data_parallel_size) == (2, 1)
+    assert (policy.decode.devices, policy.decode.data_parallel_size) == (8, 4)
+    with pytest.raises(SettingError, match="budget is 9, but the smallest pools need 10 devices"):
+        policy_of(settings(*SCALED, *ranges, "--budget", "9"))
+
+
 def test_the_pace_of_the_law_can_be_given() -> None:
     usual = settings(*SCALED)
     assert usual.scaling_interval_seconds == 5.0

@@ -10,7 +10,8 @@ import pytest
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.arguments import parse
-from launch.devices import DevicePlace, num_gpus, parse_devices, place_workers
+from launch.devices import DevicePlace, RankCounts, num_gpus, parse_devices, place_workers
+from launch.group import group_specs
 from launch.machine_settings import UpSettings
 from launch.processes import local_processes
 from launch.service_settings import DecodeCommand
@@ -18,7 +19,7 @@ from serving.gpu_memory import GpuMemory, gpu_memory, reader_of
 from tests.launch.test_processes import ROUTER_FACTS, flags
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
-
+TWO = RankCounts(tensor=2)
 
 GIB = 2**30
 
@@ -125,12 +126,12 @@ def test_lists_choose_the_gpus_of_a_role() -> None:
 
 
 def test_ranks_have_gpus_side_by_side() -> None:
-    places = place_workers({P: 1, D: 2}, {P: [0, 1], D: None}, 6, {P: 2, D: 2})
+    places = place_workers({P: 1, D: 2}, {P: [0, 1], D: None}, 6, {P: TWO, D: TWO})
     assert places == {
         P: [DevicePlace("cuda:0", 2)],
         D: [DevicePlace("cuda:0", 2), DevicePlace("cuda:2", 1)],
     }
-    two = dict.fromkeys((P, D, B), 2)
+    two = dict.fromkeys((P, D, B), TWO)
     assert place_workers({P: 0, D: 0, B: 2}, {B: [7, 1, 2, 4, 5]}, 8, two)[B] == [
         DevicePlace("cuda:1", 1),
         DevicePlace("cuda:4", 1),
@@ -140,15 +141,48 @@ def test_ranks_have_gpus_side_by_side() -> None:
     ):
         place_workers({P: 0, D: 1}, {D: [0, 2]}, 4, two)
     with pytest.raises(SettingError, match="each worker needs 4 GPUs side by side, and this machine has 3"):
-        place_workers({B: 1}, {}, 3, {B: 4})
+        place_workers({B: 1}, {}, 3, {B: RankCounts(tensor=4)})
+
+
+def test_a_group_has_one_place_with_the_gpus_of_all_of_its_ranks() -> None:
+    group = RankCounts(data=2, tensor=2)
+    places = place_workers({P: 1, D: 2}, {}, 8, {P: RankCounts(), D: group})
+    assert [place.device for place in places[P] + places[D]] == ["cuda:0", "cuda:4", "cuda:0"]
+    message = "data_parallel_size: each group of 2 ranks needs 4 GPUs side by side, and this machine has 3"
+    with pytest.raises(SettingError, match=message):
+        place_workers({B: 1}, {}, 3, {B: group})
+    with pytest.raises(SettingError, match="both_devices: each group of 2 ranks needs 4 GPUs side by side"):
+        place_workers({B: 1}, {B: [0, 1, 2]}, 8, {B: group})
+    settings = parse(
+        UpSettings, "kvbaton up", ["--decode", "2", "--prefill", "1", "--data-parallel-size", "2"]
+    )
+    assert {name: device for name, (device, _) in placed(settings, 8).items()} == {
+        "prefill-0": "cuda:0",
+        "decode-0": "cuda:2",
+        "decode-1": "cuda:4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "num_sharing"),
+    [("cuda:2", ["cuda:2", "cuda:4"], 3), ("cuda", ["cuda:0", "cuda:2"], 3), ("cpu", ["cpu"] * 2, 6)],
+)
+def test_the_ranks_of_a_group_share_memory_only_without_gpus_of_their_own(
+    device: str, devices: list[str], num_sharing: int
+) -> None:
+    words = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--workers-on-host", "3")
+    settings = parse(DecodeCommand, "kvbaton decode", [*words, "--worker-id", "decode-0", "--device", device])
+    found = {spec.name: flags(spec.command({})) for spec in group_specs(D, settings)}
+    assert [found[f"decode-0-{rank}"]["--device"] for rank in range(2)] == devices
+    assert {each["--workers-on-host"] for each in found.values()} == {str(num_sharing)}
 
 
 def test_roles_may_differ_in_their_ranks(tmp_path: Path) -> None:
     """A worker of several ranks takes GPUs that no other worker has, as long as there are enough."""
-    places = place_workers({P: 2, D: 2}, {}, 8, {P: 1, D: 2})
+    places = place_workers({P: 2, D: 2}, {}, 8, {P: RankCounts(), D: TWO})
     assert [place.device for place in places[P] + places[D]] == ["cuda:0", "cuda:1", "cuda:2", "cuda:4"]
     assert all(place.num_sharing == 1 for place in places[P] + places[D])
-    odd = place_workers({P: 1, D: 3}, {}, 6, {P: 1, D: 2})
+    odd = place_workers({P: 1, D: 3}, {}, 6, {P: RankCounts(), D: TWO})
     assert [(place.device, place.num_sharing) for place in odd[D]] == [
         ("cuda:2", 1),
         ("cuda:4", 1),

@@ -48,6 +48,19 @@ def test_ranks_have_gpus_side_by_side_and_parts_of_the_weights() -> None:
     assert found[0].endswith("72.00 GiB on each, of which about 64.00 GiB for KV and steps")
 
 
+def test_a_group_has_the_gpus_and_the_pools_of_all_of_its_ranks() -> None:
+    group = ("--prefill", "1", "--decode", "1", "--data-parallel-size", "4")
+    prefill, decode = lines(*group)
+    assert [line.split("  ")[1].strip() for line in (prefill, decode)] == ["GPUs 0-3", "GPUs 4-7"]
+    assert prefill.endswith("72.00 GiB on each, of which at most 68.00 GiB for KV and steps")
+    pools = ("--kv-cache-bytes", str(70 * GIB))
+    assert "KV pool 70.00 GiB (kv_cache_bytes) in each of 4 ranks" in lines(*group, *pools)[0]
+    with pytest.raises(SettingError, match=r"GPU 0: weights and pool of prefill-0 take at least 81.00 GiB"):
+        lines(*group, "--kv-cache-bytes", str(77 * GIB))
+    host = lines(*group, num_devices=0)[0]
+    assert host.endswith("a quarter of free host memory in each of 4 ranks, 2 workers on this machine")
+
+
 @pytest.mark.parametrize(
     ("arguments", "unused"),
     [
@@ -57,6 +70,7 @@ def test_ranks_have_gpus_side_by_side_and_parts_of_the_weights() -> None:
         (("--prefill-devices", "0", "--decode-devices", "4"), None),
         (("--prefill", "3", "--decode", "1", "--tensor-parallel-size", "2"), None),
         (("--prefill", "2", "--decode", "1", "--tensor-parallel-size", "2"), "6, 7"),
+        (("--prefill", "1", "--decode", "1", "--data-parallel-size", "3"), "6, 7"),
         (("--device", "cuda:3"), None),
         (("--device", "cpu"), None),
     ],

@@ -162,6 +162,7 @@ REGISTERED: dict[str, Any] = {
     "age_seconds": 12.5,
     "num_restarts": 3,
     "group": "10.0.0.1:9300",
+    "group_size": 4,
     "build": "1.2.3",
 }
 """The fields have the same names on both sides."""
