@@ -111,8 +111,8 @@ def initialize_kv_cache(ranks: RankGroup, clock: Callable[[], float] = time.mono
     logger.info("KV cache: profiling, allocation and warm-up took %.3f s in total", clock() - started_at)
     config = unified[0]
     logger.info(
-        "KV cache: %d blocks of %d tokens, %d bytes", config.num_blocks, config.layout.block_size,
-        config.num_blocks * config.layout.block_bytes,
+        "KV cache: %d blocks of %d tokens in %s, %d bytes", config.num_blocks, config.layout.block_size,
+        config.layout.dtype, config.num_blocks * config.layout.block_bytes,
     )  # fmt: skip
     return config.num_blocks, 0
 
