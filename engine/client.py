@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
+from msgspec import structs
 
 from contract.errors import (
     ErrorKind,
@@ -104,7 +105,14 @@ class EngineClient(Protocol):
         """
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a utility of the core: "stats", "debug_state", "counters", "reset_prefix_cache", "check_integrity", "pid"."""
+        """Call a utility of the core (``EngineCore.call``), as "stats", "debug_state", "reset_prefix_cache" or "pid"."""
+
+    async def reload_weights(self) -> str:
+        """Read the model's weights again; return their fingerprint, which ``info`` has from then on.
+
+        Raises InvalidRequestError and SettingError if nothing has changed (``engine.core.reload_weights``). After any other
+        error the engine cannot compute.
+        """
 
     async def until_free(self) -> None:
         """Wait until no request is live and no KV is lent, and all outputs before that moment were delivered.
@@ -326,6 +334,12 @@ class StreamingClient:
         """See EngineClient."""
         plain = [msgspec.to_builtins(each) for each in args]
         return await self._ask(lambda call_id: Call(call_id, method, plain))
+
+    async def reload_weights(self) -> str:
+        """See EngineClient."""
+        fingerprint: str = await self.call("reload_weights")
+        self.info = structs.replace(self.info, model_fingerprint=fingerprint)
+        return fingerprint
 
     async def until_free(self) -> None:
         """See EngineClient."""

@@ -168,6 +168,9 @@ class SchedulerConnector(Protocol):
     def counters(self) -> dict[str, float]:
         """Return counters, name → value; labels are part of a name, as in ``transfer_blocks_total{transport=tcp}``."""
 
+    def set_model_fingerprint(self, model_fingerprint: str) -> None:
+        """Have every peer shake hands again with the fingerprint of other weights. Nothing is lent or fetched now."""
+
     def close(self) -> None:
         """Stop the I/O thread and close every socket."""
 

@@ -301,6 +301,8 @@ class EngineCore:
             "debug_state": self.scheduler.debug_state,
             "counters": lambda: self.scheduler.counters() | self._starter.counters(),
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "check_reload": partial(self.executor.collective_rpc, "check_reload"),
+            "reload_weights": partial(reload_weights, self),
             "pid": os.getpid,
             "check_integrity": self.scheduler.check_integrity,
             "hand_off": lambda order, expires: self.hand_off(_hand_off(order), expires),
@@ -327,18 +329,20 @@ class EngineCore:
 def reload_weights(core: EngineCore) -> str:
     """Read the model's weights again, and drop the prefix cache that the former ones have filled; return the fingerprint.
 
-    Raises InvalidRequestError while a request is live, or if the engine hands KV over: the fingerprint is its name at peers.
-    Raises SettingError if the folder has another model now. Nothing has changed then. Raises InternalError if the weights
-    could not be loaded; the former ones are gone then, and the engine cannot compute.
+    Raises InvalidRequestError while a request is live or KV is lent, SettingError if the folder has another model now.
+    Nothing has changed then but the cache. Raises InternalError if the weights could not be loaded; the former ones are gone
+    then, and the engine cannot compute.
     """
-    if core.scheduler.get_kv_connector() is not None:
-        raise InvalidRequestError(
-            "an engine that hands KV over cannot reload its weights: stop its worker and start it again"
-        )
     # Those that wait count as well: they hold no blocks, but their hashes begin with the former fingerprint.
     if core.scheduler.has_unfinished_requests():
         raise InvalidRequestError("requests that have not finished use the weights; reload them afterwards")
     core.executor.collective_rpc("check_reload")
+    connector = core.scheduler.get_kv_connector()
+    # Before the load, since a peer may read what is lent until then.
+    if connector is not None and not core.scheduler.reset_prefix_cache():
+        raise InvalidRequestError(
+            "transfers hold blocks that the former weights have filled; reload afterwards"
+        )
     try:
         core.executor.collective_rpc("reload_weights")
     except KvbatonError as error:
@@ -348,6 +352,8 @@ def reload_weights(core: EngineCore) -> str:
     fingerprint = core.executor.model_info.fingerprint
     core.info = structs.replace(core.info, model_fingerprint=fingerprint)
     core.scheduler.reset_prefix_cache(fingerprint)
+    if connector is not None:
+        connector.set_model_fingerprint(fingerprint)
     logger.info("weights were reloaded: the model's fingerprint is %s", fingerprint)
     return fingerprint
 

@@ -141,6 +141,11 @@ class ControlHalf:
         """Return counters and gauges."""
         return {**self._worker.counters.snapshot(), **self.sender.gauges(), **self.receiver.fetches.gauges()}
 
+    def set_model_fingerprint(self, model_fingerprint: str) -> None:
+        """See SchedulerConnector. A link that is not closed yet gives blocks whose digests its peer refuses."""
+        self._worker.model_fingerprint = model_fingerprint
+        self._links.set_model_fingerprint(model_fingerprint)
+
     def close(self) -> None:
         """Stop the I/O thread; to peers this looks like the worker's death."""
         self._links.close()

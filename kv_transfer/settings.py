@@ -49,9 +49,12 @@ class TransferSettings(TransportSettings, LinkSettings):
         return self
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalWorker:
-    """The worker that a connector is made for, and what the connector's parts share. wake: has the engine look for work."""
+    """The worker that a connector is made for, and what the connector's parts share. wake: has the engine look for work.
+
+    model_fingerprint: changes when the weights are reloaded; nothing is lent or fetched then.
+    """
 
     settings: TransferSettings
     side: Side

@@ -3,6 +3,7 @@
 Needs no torch until a tensor is read: names, shapes and dtypes stand in the files' headers.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from contract.errors import SettingError
-from contract.model_folder import check_entries, end_token_ids, file_within, read_json_object
+from contract.model_folder import (
+    MAX_TOKENIZER_BYTES,
+    check_entries,
+    end_token_ids,
+    file_within,
+    read_bytes,
+    read_json_object,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +36,7 @@ _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _NAMES_SHOWN = 5
 _NOTES_OF_CONFIG = frozenset({"transformers_version", "_name_or_path"})
 """Fields of config.json about the program that has written it."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHOWN_CHARACTERS = 80
 _INDEX = "model.safetensors.index.json"
 
@@ -116,8 +125,9 @@ class Checkpoint:
 
 
 def describe_model(folder: Path) -> dict[str, Any]:
-    """Return what a loaded model depends on beside its numbers, by name: config.json, end tokens, shapes, types of tensors.
+    """Return what a loaded model depends on beside its numbers, by name.
 
+    These are config.json, the end tokens, the tokenizer, which routers keep, and the shapes and types of tensors.
     Raises SettingError for a folder that cannot be read.
     """
     config = read_config(folder)
@@ -126,6 +136,9 @@ def describe_model(folder: Path) -> dict[str, Any]:
         f"{name} of config.json": value for name, value in config.items() if name not in _NOTES_OF_CONFIG
     }
     facts["the end tokens"] = read_eos_token_ids(folder, config)
+    for name in _TOKENIZER_FILES:
+        content = read_bytes(folder / name, MAX_TOKENIZER_BYTES)
+        facts[f"the digest of {name}"] = content and hashlib.blake2b(content, digest_size=8).hexdigest()
     for name in sorted(checkpoint.names()):
         facts[f"tensor {name}"] = (checkpoint.shape(name), checkpoint.stored_dtype(name))
     return facts

@@ -101,8 +101,7 @@ class FetchEffects:
         self._ports = ports
         self._later = later
         self._sources: dict[PeerRef, Source] = {}
-        own = TransferPlan(worker.side, worker.side)
-        self._own_terms = PeerTerms(own, worker.model_fingerprint, None)
+        self._own_plan = TransferPlan(worker.side, worker.side)
         self._terms: dict[PeerRef, PeerTerms] = {}
         self.alternatives = ports.alternatives
         self.events: list[TransferEvent] = []
@@ -124,7 +123,7 @@ class FetchEffects:
 
     def terms_of(self, ref: PeerRef) -> PeerTerms:
         """Return the terms of a link; those between equal sides before it is up, or if nothing differs."""
-        return self._terms.get(ref, self._own_terms)
+        return self._terms.get(ref) or PeerTerms(self._own_plan, self._worker.model_fingerprint, None)
 
     def note_received(self, report: TransferReport) -> None:
         """Count the times and the bytes of a fetch whose KV is taken."""

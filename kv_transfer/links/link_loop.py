@@ -149,6 +149,11 @@ class LinkLoop:
         """Call ``LinkEvents.tick`` by ``deadline`` (monotonic)."""
         self._commands.look_by(deadline)
 
+    def set_model_fingerprint(self, model_fingerprint: str) -> None:
+        """Introduce this worker with other weights from now on; all links end, and are opened again when they are needed."""
+        change = partial(self._links.set_model_fingerprint, model_fingerprint)
+        self._commands.add(change, PeerRef("", is_dialed=False))
+
     def progress(self) -> int:
         """Wake the thread, and return how many rounds it has finished."""
         self._commands.wake()

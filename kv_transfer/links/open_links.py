@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -86,6 +86,12 @@ class OpenLinks:
         """Set what handshakes need and what is reported to. Called once, before the I/O thread starts."""
         self._me = me
         self._events = events
+
+    def set_model_fingerprint(self, model_fingerprint: str) -> None:
+        """Take part in handshakes with another fingerprint, and end every link whose handshake had the former one."""
+        self._me = replace(self._me, model_fingerprint=model_fingerprint)
+        for link in list(self._links):
+            self._end(link, PeerUnreachableError("the weights of this worker were reloaded"))
 
     def find(self, ref: PeerRef) -> Link | None:
         """Return a link whose peer is known."""

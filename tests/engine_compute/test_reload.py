@@ -61,12 +61,21 @@ def test_nothing_but_the_fingerprint_changes(tmp_path: Path) -> None:
         assert hashes == full_block_hashes(root_hash(fingerprint), request.prompt_token_ids, 16)
 
 
-def test_an_engine_that_hands_kv_over_keeps_its_weights() -> None:
-    """B16: its peers have its fingerprint."""
+def test_kv_that_is_lent_keeps_its_weights_and_peers_get_the_new_fingerprint() -> None:
+    """B16: a peer may still read what is lent; later it may pair only by the new fingerprint (law 7)."""
     engine = SteppedEngine()
     engine.add(fake_request("p", PROMPT, transfer=SEND))
-    with pytest.raises(InvalidRequestError, match="hands KV over"):
+    with pytest.raises(InvalidRequestError, match="have not finished"):
         reload_weights(engine.core)
+    engine.run()
+    with pytest.raises(InvalidRequestError, match="transfers hold blocks"):
+        reload_weights(engine.core)
+    engine.connector.end_lease("p#0.0")
+    engine.run()
+    fingerprint = reload_weights(engine.core)
+    assert (
+        engine.connector.model_fingerprint == engine.core.info.model_fingerprint == fingerprint != "fake:fake"
+    )
 
 
 def test_an_error_in_the_middle_is_the_end_of_the_engine(tmp_path: Path) -> None:
@@ -105,6 +114,11 @@ def test_a_reload_needs_the_same_model(tmp_path: Path) -> None:
         with pytest.raises(SettingError, match=words) as caught:
             check_same_model(same, describe_model(other))
         assert caught.value.param == "model"
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        SettingError, match=r"the digest of tokenizer.json was '\w+' when the model was loaded"
+    ):
+        check_same_model(same, describe_model(tmp_path / "a"))
     extra = {**same, "tensor x": ([1], "F32")}
     for loaded, found in ((same, extra), (extra, same)):
         with pytest.raises(SettingError, match=r"tensor x was .* and is"):

@@ -118,6 +118,9 @@ class PlainConnector:
     def has_work(self) -> bool:
         return bool(self._events or self._ready or self.sent or self.received)
 
+    def set_model_fingerprint(self, model_fingerprint: str) -> None:
+        raise AssertionError(f"the weights of {model_fingerprint} were loaded")
+
     def abandon_send(self, key: str, kind: str, message: str) -> None:
         raise AssertionError(f"{key} was abandoned: {kind}: {message}")
 

@@ -65,6 +65,9 @@ class Connector:
         has_events = self._fetches is not None and self._fetches.has_events()
         return has_events or (self._sends is not None and self._sends.has_orders())
 
+    def set_model_fingerprint(self, model_fingerprint: str) -> None:
+        """Do nothing: the weights of this world are never reloaded."""
+
     def debug_state(self) -> dict[str, Any]:
         return {}
 

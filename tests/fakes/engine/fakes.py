@@ -6,8 +6,9 @@ allocated twice, read too early or written late therefore fails the test at once
 alone: ``fake_answer`` is the answer of every engine, with any batching, caching and preemption.
 """
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -307,6 +308,9 @@ class FakeExecutor:
         self.tiers: list[FakeTierStorage] = []
         self.is_shut_down = False
         self.runs_ahead = False
+        self.reload_errors: dict[str, Exception] = {}
+        self.may_reload = threading.Event()
+        self.may_reload.set()
 
     @property
     def layout(self) -> KVLayout:
@@ -314,7 +318,14 @@ class FakeExecutor:
         return self.memory.layout
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the one rank."""
+        """Call a method of the one rank. A reload waits for ``may_reload``, or raises one of ``reload_errors``."""
+        if error := self.reload_errors.get(method):
+            raise error
+        if method in ("check_reload", "reload_weights"):
+            if method == "reload_weights":
+                assert self.may_reload.wait(60)
+                self.model_info = replace(self.model_info, fingerprint=f"{self.model_info.fingerprint}+")
+            return [None]
         return [getattr(self.runner, method)(*args)]
 
     def set_connector(self, connector: RanksConnector) -> None:

@@ -69,6 +69,7 @@ class FakeRank:
         self.finished_sending: set[str] = set()
         self.finished_recving: set[str] = set()
         self.is_closed = False
+        self.model_fingerprint = ""
 
     def start(self, memory: Any) -> None:
         """Attach the pool's memory."""
@@ -274,6 +275,10 @@ class FakeConnector:
     def has_work(self) -> bool:
         """See SchedulerConnector."""
         return bool(self._events or self._orders or self.rank.finished_sending or self.rank.finished_recving)
+
+    def set_model_fingerprint(self, model_fingerprint: str) -> None:
+        """See SchedulerConnector."""
+        self.model_fingerprint = model_fingerprint
 
     def debug_state(self) -> dict[str, Any]:
         """See SchedulerConnector."""
