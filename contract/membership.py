@@ -14,7 +14,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     may have together. num_blocks: blocks of its pool. vocab_size: token ids are below this. embeds_only: the model has no
     output head. build, host: the version of its code and the name of its machine, for operators. age_seconds: time since
     the process started. num_restarts: how often a supervisor has started the worker again before this process. group: of
-    data-parallel ranks, which are drained and change their role together; it has group_size of them.
+    data-parallel ranks, which are drained and change their role together; it has group_size of them. weights_epoch: see
+    ``LoadedWeights``.
     """
 
     protocol_min: int = 0
@@ -39,6 +40,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
     group: str = ""
     group_size: int = 0
+    weights_epoch: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,3 +128,27 @@ class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a worker to drain. deadline_seconds: the time for its legs; None: the worker's own ``drain_seconds``."""
 
     deadline_seconds: float | None = None
+
+
+class LoadedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports the weights that a worker has. epoch: the number of their reload; a router serves the greatest one.
+
+    0: those with which its process started.
+    """
+
+    model_fingerprint: str = ""
+    epoch: int = 0
+
+
+class ReloadOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Orders a step of a reload of the weights, "load" or "serve". epoch: see ``protos/worker.proto``."""
+
+    step: str = ""
+    epoch: int = 0
+
+
+class ReloadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports that a step of a reload is done. After "load": the fingerprint of the weights, or why none were read."""
+
+    model_fingerprint: str = ""
+    error: str = ""

@@ -519,6 +519,88 @@ class ResetPrefixCacheRequest(_message.Message):
 Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
 
 @_typing.final
+class ReloadOrder(_message.Message):
+    """A step of a reload. The first one has no order: from the start of the call the worker offers no credit, and it reports when no
+    router has a leg bound here and no KV is lent. The next order is sent when the last one is reported.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    step: _builtins.str
+    """load: read the weights. serve: the last order, without a report; the end of the call follows."""
+    epoch: _builtins.int
+    """Number of the reload, greater than those of former ones. In load: that of the weights if no serve follows. In serve: that of
+    the weights from now on; 0: the router serves other weights, and the former number stays.
+    """
+    def __init__(
+        self,
+        *,
+        step: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadOrder: _TypeAlias = ReloadOrder  # noqa: Y015
+
+@_typing.final
+class ReloadReport(_message.Message):
+    """A step of a reload that is done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    model_fingerprint: _builtins.str
+    """After load: the fingerprint of the weights that were read."""
+    error: _builtins.str
+    """After load: why none were read. The worker keeps those that it has, and offers no credit before the end of the call."""
+    def __init__(
+        self,
+        *,
+        model_fingerprint: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadReport: _TypeAlias = ReloadReport  # noqa: Y015
+
+@_typing.final
+class WeightsLoaded(_message.Message):
+    """The weights that a worker has from now on. It is sent before the credit with which the worker serves again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    model_fingerprint: _builtins.str
+    """Their fingerprint, contract.layout.model_fingerprint."""
+    epoch: _builtins.int
+    """Number of the reload. A router serves the weights with the greatest one."""
+    def __init__(
+        self,
+        *,
+        model_fingerprint: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsLoaded: _TypeAlias = WeightsLoaded  # noqa: Y015
+
+@_typing.final
 class GetModelFilesRequest(_message.Message):
     """A request for the model's small files."""
 
@@ -589,6 +671,7 @@ class Registration(_message.Message):
     NUM_RESTARTS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     """Lowest and highest protocol version that the worker supports."""
     protocol_max: _builtins.int
@@ -630,6 +713,8 @@ class Registration(_message.Message):
     """Name of its data-parallel group, whose workers are drained and change their role together; empty: it has none."""
     group_size: _builtins.int
     """Number of workers of its group; 0: it has none."""
+    weights_epoch: _builtins.int
+    """Number of the reload of its weights (WeightsLoaded); unset: they are those with which the process started."""
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout:
         """The shape of its KV blocks."""
@@ -659,10 +744,11 @@ class Registration(_message.Message):
         num_restarts: _builtins.int = ...,
         group: _builtins.str = ...,
         group_size: _builtins.int = ...,
+        weights_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "age_seconds", b"age_seconds", "boot_id", b"boot_id", "build", b"build", "control_address", b"control_address", "embeds_only", b"embeds_only", "group", b"group", "group_size", b"group_size", "host", b"host", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_restarts", b"num_restarts", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "age_seconds", b"age_seconds", "boot_id", b"boot_id", "build", b"build", "control_address", b"control_address", "embeds_only", b"embeds_only", "group", b"group", "group_size", b"group_size", "host", b"host", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_restarts", b"num_restarts", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "weights_epoch", b"weights_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1158,6 +1244,7 @@ class WorkerMessage(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     ROLE_TAKEN_FIELD_NUMBER: _builtins.int
+    WEIGHTS_LOADED_FIELD_NUMBER: _builtins.int
     NUM_ORDERS_FIELD_NUMBER: _builtins.int
     num_orders: _builtins.int
     """Orders of this stream that the worker has carried out so far. It is sent within a hundredth of a second after an order, in
@@ -1175,6 +1262,8 @@ class WorkerMessage(_message.Message):
     def credit(self) -> Global___Credit: ...
     @_builtins.property
     def role_taken(self) -> Global___RoleTaken: ...
+    @_builtins.property
+    def weights_loaded(self) -> Global___WeightsLoaded: ...
     def __init__(
         self,
         *,
@@ -1184,13 +1273,14 @@ class WorkerMessage(_message.Message):
         goodbye: Global___Goodbye | None = ...,
         credit: Global___Credit | None = ...,
         role_taken: Global___RoleTaken | None = ...,
+        weights_loaded: Global___WeightsLoaded | None = ...,
         num_orders: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "role_taken", b"role_taken", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "role_taken", b"role_taken", "step", b"step", "weights_loaded", b"weights_loaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "num_orders", b"num_orders", "registration", b"registration", "role_taken", b"role_taken", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "num_orders", b"num_orders", "registration", b"registration", "role_taken", b"role_taken", "step", b"step", "weights_loaded", b"weights_loaded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "step", "load", "goodbye", "credit", "role_taken"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "step", "load", "goodbye", "credit", "role_taken", "weights_loaded"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -127,6 +127,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
                 _registered_method=True)
+        self.ReloadWeights = channel.stream_stream(
+                '/kvbaton.v1.Worker/ReloadWeights',
+                request_serializer=protos_dot_worker__pb2.ReloadOrder.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.ReloadReport.FromString,
+                _registered_method=True)
         self.GetModelFiles = channel.unary_stream(
                 '/kvbaton.v1.Worker/GetModelFiles',
                 request_serializer=protos_dot_worker__pb2.GetModelFilesRequest.SerializeToString,
@@ -164,6 +169,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadWeights(self, request_iterator, context):
+        """Read the weights of the model folder again, in the steps that the router orders. The call is a lease: while it is open, the
+        worker offers no credit to any router. If it breaks before "load", the worker serves on with the weights that it has.
+        FAILED_PRECONDITION: the folder has another model, or the worker drains or is being reloaded; nothing has changed then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelFiles(self, request, context):
         """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it.
         """
@@ -188,6 +202,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=protos_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
+            ),
+            'ReloadWeights': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReloadWeights,
+                    request_deserializer=protos_dot_worker__pb2.ReloadOrder.FromString,
+                    response_serializer=protos_dot_worker__pb2.ReloadReport.SerializeToString,
             ),
             'GetModelFiles': grpc.unary_stream_rpc_method_handler(
                     servicer.GetModelFiles,
@@ -277,6 +296,33 @@ class Worker:
             '/kvbaton.v1.Worker/ResetPrefixCache',
             protos_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
             protos_dot_worker__pb2.Accepted.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvbaton.v1.Worker/ReloadWeights',
+            protos_dot_worker__pb2.ReloadOrder.SerializeToString,
+            protos_dot_worker__pb2.ReloadReport.FromString,
             options,
             channel_credentials,
             insecure,

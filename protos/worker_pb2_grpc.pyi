@@ -84,6 +84,11 @@ class WorkerStub:
     """Drop all KV that is kept for later prompts. FAILED_PRECONDITION: blocks are held, by requests or transfers; nothing was
     dropped then.
     """
+    ReloadWeights: _grpc.StreamStreamMultiCallable[_worker_pb2.ReloadOrder, _worker_pb2.ReloadReport]
+    """Read the weights of the model folder again, in the steps that the router orders. The call is a lease: while it is open, the
+    worker offers no credit to any router. If it breaks before "load", the worker serves on with the weights that it has.
+    FAILED_PRECONDITION: the folder has another model, or the worker drains or is being reloaded; nothing has changed then.
+    """
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
 
@@ -105,6 +110,11 @@ class WorkerAsyncStub(WorkerStub):
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
     """Drop all KV that is kept for later prompts. FAILED_PRECONDITION: blocks are held, by requests or transfers; nothing was
     dropped then.
+    """
+    ReloadWeights: _aio.StreamStreamMultiCallable[_worker_pb2.ReloadOrder, _worker_pb2.ReloadReport]  # type: ignore[assignment]
+    """Read the weights of the model folder again, in the steps that the router orders. The call is a lease: while it is open, the
+    worker offers no credit to any router. If it breaks before "load", the worker serves on with the weights that it has.
+    FAILED_PRECONDITION: the folder has another model, or the worker drains or is being reloaded; nothing has changed then.
     """
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]  # type: ignore[assignment]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
@@ -142,6 +152,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
         """Drop all KV that is kept for later prompts. FAILED_PRECONDITION: blocks are held, by requests or transfers; nothing was
         dropped then.
+        """
+
+    @_abc_1.abstractmethod
+    def ReloadWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.ReloadOrder],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReloadReport], _abc.AsyncIterator[_worker_pb2.ReloadReport]]:
+        """Read the weights of the model folder again, in the steps that the router orders. The call is a lease: while it is open, the
+        worker offers no credit to any router. If it breaks before "load", the worker serves on with the weights that it has.
+        FAILED_PRECONDITION: the folder has another model, or the worker drains or is being reloaded; nothing has changed then.
         """
 
     @_abc_1.abstractmethod

@@ -23,7 +23,18 @@ from msgspec import structs
 
 from contract.errors import InvalidRequestError
 from contract.layout import KVLayout
-from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
+from contract.membership import (
+    Credit,
+    CreditUse,
+    DrainOrder,
+    Load,
+    LoadedWeights,
+    Registration,
+    ReloadOrder,
+    ReloadReport,
+    RoleOrder,
+    Welcome,
+)
 from contract.options import MAX_SECONDS
 from contract.requests import MAX_CHOICES
 from contract.sampling import MAX_LOGIT_BIAS, NUMBERS, PARAMETERS
@@ -104,6 +115,7 @@ RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
             "age_seconds": AGE_SECONDS,
             "num_restarts": COUNT,
             "group_size": COUNT,
+            "weights_epoch": TOTAL,
         },
         "KvLayout": {
             "num_layers": DIMENSION,
@@ -159,6 +171,8 @@ RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
         "Drain": {"deadline_seconds": SECONDS},
         "RoleChange": {"epoch": TOTAL},
         "RoleTaken": {"epoch": TOTAL},
+        "WeightsLoaded": {"epoch": TOTAL},
+        "ReloadOrder": {"epoch": TOTAL},
         "Welcome": {"protocol": VERSION},
         "Part": {"dp_rank": COUNT, "dp_size": COUNT, "port": PORT},
         "Group": {"store_port": PORT},
@@ -230,7 +244,19 @@ _CHECKS = {
 
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T", bound=msgspec.Struct)
-_STRUCTS = (Credit, CreditUse, DrainOrder, KVLayout, Load, Registration, RoleOrder, Welcome)
+_STRUCTS = (
+    Credit,
+    CreditUse,
+    DrainOrder,
+    KVLayout,
+    Load,
+    LoadedWeights,
+    Registration,
+    ReloadOrder,
+    ReloadReport,
+    RoleOrder,
+    Welcome,
+)
 # A number that a worker measures may be 0, so a worker that measures none leaves the field out.
 _OPTIONAL: dict[type[msgspec.Struct], list[Any]] = {
     kind: [field.name for field in structs.fields(kind) if field.default is None] for kind in _STRUCTS

@@ -45,8 +45,9 @@ class Flip:
         Raises InvalidRequestError for a role that no worker has, UnavailableError if the worker drains or ends.
         """
         worker_role(order.role)
-        if self._lifecycle.is_stopping or self._lifecycle.is_draining:
-            raise UnavailableError("the worker drains or is stopping; it takes no other role")
+        lifecycle = self._lifecycle
+        if lifecycle.is_stopping or lifecycle.is_draining or lifecycle.is_reloading:
+            raise UnavailableError("the worker drains, is reloaded or is stopping; it takes no other role")
         # Several routers may pass on orders of several operators: the newest one counts, in whatever sequence they come.
         newest = self._order.epoch if self._order else self._lifecycle.role_epoch
         if order.epoch <= newest:

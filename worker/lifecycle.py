@@ -36,7 +36,7 @@ class Lifecycle:
     is_stopping: the worker's process is to end, so that a drain cannot be undone. num_drains: drains that were begun.
     role_epoch: that of the last change of the role; 0 while the worker has the role in which it started. next_role: the
     role that the worker is to take as soon as every router binds no leg by this one. is_unsettled: it may lend and fetch at
-    once. roles: the rules of all roles.
+    once. is_reloading: its weights are replaced (``worker/reloading.py``). roles: the rules of all roles.
     """
 
     def __init__(self, role: Role, roles: Roles) -> None:
@@ -47,6 +47,7 @@ class Lifecycle:
         self.num_drains = 0
         self.next_role: Role | None = None
         self.is_unsettled = False
+        self.is_reloading = False
         self._former_role = role
         self._roles = roles
 
@@ -96,6 +97,8 @@ class Lifecycle:
         # A drain has precedence over a change of the role, which ends then.
         if self.is_draining:
             return Credit(is_draining=True, is_unsettled=self.is_unsettled)
+        if self.is_reloading:
+            return Credit()
         if self.next_role:
             return Credit(next_role=self.next_role.value)
         return replace(full, is_unsettled=self.is_unsettled)

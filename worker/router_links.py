@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from contract.errors import IncompatiblePeerError
+from contract.membership import LoadedWeights
 from protos import worker_pb2 as pb
+from wire.messages import to_proto
 from worker.router_addresses import RouterAddresses
 from worker.router_stream import LAST_RETRY_SECONDS, RouterAddress, RouterStream, StreamListener
 
@@ -61,6 +63,17 @@ class RouterLinks:
                     await link.stream.wait_tried()
         except TimeoutError:
             logger.warning("not all routers have been reached within %g s", _OTHERS_SECONDS)
+
+    def set_weights(self, loaded: LoadedWeights) -> None:
+        """Report the worker's weights to every router, and register with them from now on."""
+        registration = pb.Registration()
+        registration.CopyFrom(self._registration)
+        registration.model_fingerprint = loaded.model_fingerprint
+        registration.weights_epoch = loaded.epoch
+        self._registration = registration
+        for link in self._links.values():
+            link.stream.registration = registration
+            link.stream.send(pb.WorkerMessage(weights_loaded=to_proto(pb.WeightsLoaded, loaded)))
 
     async def leave(self) -> None:
         """Send goodbye to all routers and wait until the streams have ended; cancel ``run`` soon after."""

@@ -119,6 +119,11 @@ class LoadReports:
         self._clock = clock
         self._last: dict[str, tuple[Load, float]] = {}
 
+    async def keep_measured(self) -> None:
+        """Read the memory of the GPUs again and again."""
+        if self._gpus:
+            await self._gpus.keep_read()
+
     def forget(self, session: str) -> None:
         """Remove what was sent on a stream that has ended."""
         self._last.pop(session, None)
@@ -286,6 +291,10 @@ class RouterSessions:
         for session, stream in self._streams.items():
             if load := self._reports.next(session, stats, is_idle=is_idle):
                 stream.send(pb.WorkerMessage(load=to_proto(pb.Load, load)))
+
+    async def keep_measured(self) -> None:
+        """Read the memory of the worker's GPUs again and again, for the reports."""
+        await self._reports.keep_measured()
 
     async def keep_divided(self, stats: Callable[[], SchedulerStats]) -> None:
         """Divide the credit again and again while there are several routers. A router without tokens gets the load here."""

@@ -147,6 +147,7 @@ class StreamListener(Protocol):
 class RouterStream:
     """Owns the Attach stream to one router. ``run`` keeps it open until it is cancelled.
 
+    registration: sent when the stream is opened; another one counts from the next time on.
     may_attach: awaited before each attempt. max_unread_bytes: limit of the messages that wait for a router that does not
     read; above it the router counts as lost.
     """
@@ -161,7 +162,7 @@ class RouterStream:
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         self._router = router
-        self._registration = registration
+        self.registration = registration
         self._listener = listener
         self._may_attach = may_attach
         self._max_unread_bytes = max_unread_bytes
@@ -288,7 +289,7 @@ class RouterStream:
         return "the router closed the stream"
 
     def _new_attachment(self) -> Attachment:
-        return Attachment(self._registration, self._max_unread_bytes)
+        return Attachment(self.registration, self._max_unread_bytes)
 
     def _on_accepted(self) -> None:
         logger.info("attached to router %s at %s", self.router_id, self.address)

@@ -20,8 +20,9 @@ from aiohttp import web
 from prometheus_client.registry import Collector
 
 from contract.addresses import join_address, split_address
-from contract.errors import InvalidRequestError, KvbatonError
+from contract.errors import InvalidRequestError, KvbatonError, SettingError
 from contract.identity import Role, new_boot_id
+from contract.membership import ReloadOrder
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_bytes
 from data_parallel.gate import join_group
 from engine.client import InProcessClient, ProcessClient
@@ -43,6 +44,7 @@ from serving.settings import first_listed
 from serving.signals import until_stopped
 from text.model_card import MODEL_FILES
 from wire.legs import decode_from_proto, hand_off_from_proto
+from wire.messages import from_proto, to_proto
 from worker.cores import run_on, set_niceness
 from worker.loop_watch import LoopWatch
 from worker.registration import WorkerIdentity
@@ -292,6 +294,30 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 grpc.StatusCode.FAILED_PRECONDITION, "requests or transfers hold blocks of its KV cache"
             )
         return pb.Accepted()
+
+    async def ReloadWeights(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.ReloadOrder], context: Any
+    ) -> AsyncIterator[pb.ReloadReport]:
+        """Reload the weights, step by step; a call that ends early leaves the worker with those that it has."""
+        self._meet(context)
+        reload = self._worker.reload
+        try:
+            try:
+                async with reload.pause():
+                    yield pb.ReloadReport()
+                    async for message in request_iterator:
+                        order = from_proto(ReloadOrder, message)
+                        if order.step == "load":
+                            yield to_proto(pb.ReloadReport, await reload.load(order.epoch))
+                        elif order.step == "serve":
+                            reload.keep_epoch(order.epoch)
+            except (
+                InvalidRequestError,
+                SettingError,
+            ) as error:  # the call is right; the worker's state is not
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        except KvbatonError as error:
+            await context.abort(grpc_code(error.kind), error.message)
 
     async def GetModelFiles(  # noqa: N802
         self, request: pb.GetModelFilesRequest, context: Any

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError, NotFoundError, UnavailableError
-from contract.membership import DrainOrder, RoleOrder
+from contract.membership import DrainOrder, LoadedWeights, RoleOrder
 from contract.outputs import EngineOutput, FinishReason
 from contract.requests import MAX_CHOICES, EngineRequest, HandOff
 from engine.client import EngineClient
@@ -22,6 +22,7 @@ from worker.draining import Drain, Emptiness
 from worker.flipping import Flip
 from worker.lifecycle import Lifecycle
 from worker.registration import WorkerIdentity, registration_of
+from worker.reloading import Reload
 from worker.role_rules import LegCall, Roles
 from worker.router_addresses import RouterAddresses
 from worker.router_links import RouterLinks
@@ -119,24 +120,20 @@ class Worker:
         self.engine = engine
         self.lifecycle = Lifecycle(identity.role, roles)
         self._settings = settings
+
         # The sessions are made last, and call the other parts; so these get functions that look them up when they run.
-        emptiness = Emptiness(
-            engine,
-            lambda: self.num_requests,
-            lambda: self._sessions.has_bound_legs,
-            lambda: self._sessions.send_credit(),
+        def send_credit() -> None:
+            self._sessions.send_credit()
+
+        emptiness, before_load = (
+            Emptiness(engine, lambda: self.num_requests, lambda: self._sessions.has_bound_legs, send_credit)
+            for _ in range(2)
         )
         settling = Settling(self.lifecycle, lambda: self._sessions, self._has_mixed_kv)
-        self.drain = Drain(
-            self.lifecycle,
-            emptiness,
-            settling,
-            lambda: self._sessions.send_credit(),
-            settings.drain_seconds,
-            settings.drain_hold_seconds,
-        )
+        drain_times = (settings.drain_seconds, settings.drain_hold_seconds)
+        self.drain = Drain(self.lifecycle, emptiness, settling, send_credit, *drain_times)
         self.flip = Flip(self.lifecycle, settling, lambda: self._sessions)
-        self._gpus = reader_of(engine.info.device, engine.info.num_ranks, visible_gpus())
+        self.reload = Reload(self.lifecycle, engine, before_load, self._publish, send_credit)
         self._accepted = AcceptedRequests()
         self._sessions = RouterSessions(
             self.lifecycle,
@@ -145,8 +142,9 @@ class Worker:
             self._abort_request,
             Orders(self).carry_out,
             emptiness.note_report,
+            before_load.note_report,
             settling.note_report,
-            reports=LoadReports(self._gpus),
+            reports=LoadReports(reader_of(engine.info.device, engine.info.num_ranks, visible_gpus())),
         )
         self._links: RouterLinks | None = None
 
@@ -203,7 +201,8 @@ class Worker:
                 tasks.create_task(note_attached())
                 tasks.create_task(self._send_steps())
                 tasks.create_task(self._report_load())
-                tasks.create_task(self._gpus.keep_read())
+                tasks.create_task(self._sessions.keep_measured())
+                tasks.create_task(self.reload.until_lost())
                 tasks.create_task(self._sessions.keep_divided(lambda: self.engine.stats))
         except* KvbatonError as group:
             ended_by.extend(group.exceptions)
@@ -242,6 +241,7 @@ class Worker:
         await self.engine.add_request(request)
         self._accepted.add(request, session, since)
         self.drain.on_leg_accepted()
+        self.reload.on_leg_accepted()
 
     async def hand_off(self, order: HandOff, seconds: float) -> None:
         """Hand a choice off while it decodes; see ``EngineClient.hand_off``. Its lease may outlive every request here."""
@@ -277,6 +277,10 @@ class Worker:
             "engine_process": facts_of(await self.engine.call("pid")),
             **state,
         }
+
+    def _publish(self, loaded: LoadedWeights) -> None:
+        assert self._links is not None, "a router has ordered the reload"
+        self._links.set_weights(loaded)
 
     def _has_mixed_kv(self) -> bool:
         stats = self.engine.stats

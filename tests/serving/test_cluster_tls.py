@@ -46,6 +46,7 @@ class Recorder(worker_pb2_grpc.WorkerServicer):
 
     Prepare: Any = _refuse
     ResetPrefixCache: Any = _refuse
+    ReloadWeights: Any = _refuse
     GetModelFiles: Any = _refuse
 
 

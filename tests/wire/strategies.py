@@ -5,7 +5,18 @@ from typing import Any
 from hypothesis import strategies as st
 
 from contract.layout import KVLayout
-from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
+from contract.membership import (
+    Credit,
+    CreditUse,
+    DrainOrder,
+    Load,
+    LoadedWeights,
+    Registration,
+    ReloadOrder,
+    ReloadReport,
+    RoleOrder,
+    Welcome,
+)
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import (
     MAX_CHOICES,
@@ -178,6 +189,7 @@ registrations = st.builds(
     pid=_REGISTRATION["pid"],
     embeds_only=st.booleans(),
     build=TEXTS,
+    weights_epoch=_REGISTRATION["weights_epoch"],
 )
 welcomes = st.builds(Welcome, protocol=within("Welcome")["protocol"], router_id=TEXTS, session=TEXTS)
 loads = st.builds(
@@ -204,6 +216,9 @@ credits = st.builds(
     is_empty=st.booleans(),
 )
 roles = st.builds(RoleOrder, role=TEXTS, epoch=_EPOCH)
+loaded_weights = st.builds(LoadedWeights, model_fingerprint=TEXTS, epoch=_EPOCH)
+reload_orders = st.builds(ReloadOrder, step=TEXTS, epoch=_EPOCH)
+reload_reports = st.builds(ReloadReport, model_fingerprint=TEXTS, error=TEXTS)
 drains = st.builds(DrainOrder, deadline_seconds=st.none() | _DRAIN_SECONDS)
 credit_uses = st.builds(CreditUse, **_USE)
 hand_offs = st.tuples(

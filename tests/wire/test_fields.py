@@ -6,7 +6,18 @@ import pytest
 from google.protobuf.message import Message
 
 from contract.layout import KVLayout
-from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
+from contract.membership import (
+    Credit,
+    CreditUse,
+    DrainOrder,
+    Load,
+    LoadedWeights,
+    Registration,
+    ReloadOrder,
+    ReloadReport,
+    RoleOrder,
+    Welcome,
+)
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -163,6 +174,7 @@ REGISTERED: dict[str, Any] = {
     "num_restarts": 3,
     "group": "10.0.0.1:9300",
     "group_size": 4,
+    "weights_epoch": 7,
     "build": "1.2.3",
 }
 """The fields have the same names on both sides."""
@@ -230,6 +242,15 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
     (DrainOrder(deadline_seconds=3.5), pb.Drain(deadline_seconds=3.5)),
     (RoleOrder(role="both", epoch=4), pb.RoleChange(role="both", epoch=4)),
     (RoleOrder(role="both", epoch=4), pb.RoleTaken(role="both", epoch=4)),
+    (
+        LoadedWeights(model_fingerprint="w@float32", epoch=4),
+        pb.WeightsLoaded(model_fingerprint="w@float32", epoch=4),
+    ),
+    (ReloadOrder(step="load", epoch=4), pb.ReloadOrder(step="load", epoch=4)),
+    (
+        ReloadReport(model_fingerprint="w@float32", error="why"),
+        pb.ReloadReport(model_fingerprint="w@float32", error="why"),
+    ),
     (
         CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4, needs_role=True),
         pb.CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4, needs_role=True),

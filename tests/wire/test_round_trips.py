@@ -12,7 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.layout import KVLayout
-from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
+from contract.membership import (
+    Credit,
+    CreditUse,
+    DrainOrder,
+    Load,
+    LoadedWeights,
+    Registration,
+    ReloadOrder,
+    ReloadReport,
+    RoleOrder,
+    Welcome,
+)
 from contract.outputs import EngineOutput
 from contract.requests import PoolingParams
 from protos import worker_pb2 as pb
@@ -101,6 +112,9 @@ CODECS = (
     _membership_codec(pb.Drain, DrainOrder, strategies.drains),
     _membership_codec(pb.RoleChange, RoleOrder, strategies.roles),
     _membership_codec(pb.RoleTaken, RoleOrder, strategies.roles),
+    _membership_codec(pb.WeightsLoaded, LoadedWeights, strategies.loaded_weights),
+    _membership_codec(pb.ReloadOrder, ReloadOrder, strategies.reload_orders),
+    _membership_codec(pb.ReloadReport, ReloadReport, strategies.reload_reports),
     Codec(pb.PositionLogprobs, strategies.logprobs, logprobs_to_proto, logprobs_from_proto),
     Codec(pb.LegTimings, strategies.timings, timings_to_proto, timings_from_proto),
     Codec(pb.TokenEntry, strategies.outputs, output_to_proto, output_from_proto),

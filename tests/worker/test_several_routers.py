@@ -14,6 +14,7 @@ from contract.identity import Role
 from contract.outputs import EngineOutput, FinishReason
 from engine.client import InProcessClient
 from engine.connecting import Transfers
+from engine.startup import ExecutorStart
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from protos import worker_pb2 as pb
 from roles.table import ROLES, STAGES
@@ -69,14 +70,16 @@ async def started(stack: AsyncExitStack, **settings: Any) -> RouterService:
 
 
 @asynccontextmanager
-async def served(folder: Path, num_routers: int = 2, *, names: str = "") -> AsyncIterator[Served]:
-    """Run a decode worker with routers. names: of further routers."""
+async def served(
+    folder: Path, num_routers: int = 2, *, names: str = "", start: ExecutorStart = start_fake_executor
+) -> AsyncIterator[Served]:
+    """Run a decode worker with routers. names: of further routers. start: starts its executor."""
     async with AsyncExitStack() as stack:
         routers = [await started(stack) for _ in range(num_routers)]
         addresses = [router.addresses.internal for router in routers]
         settings = worker_settings(folder, ",".join([*addresses, *filter(None, [names])]))
         engine = await InProcessClient.start(
-            fake_settings(), Transfers(fake_connector_factory, STAGES), start=start_fake_executor
+            fake_settings(), Transfers(fake_connector_factory, STAGES), start=start
         )
         stack.push_async_callback(engine.shutdown)
         worker = Worker(WorkerIdentity(Role.DECODE, "w", "boot"), ROLES, settings, engine)

@@ -86,6 +86,10 @@ class RouterStream:
         """Report another role."""
         self._outbox.put_nowait(pb.WorkerMessage(role_taken=pb.RoleTaken(role=role, epoch=epoch)))
 
+    def report_weights(self, loaded: pb.WeightsLoaded) -> None:
+        """Report the weights of a reload."""
+        self._outbox.put_nowait(pb.WorkerMessage(weights_loaded=loaded))
+
     def leave(self) -> None:
         """Send the goodbye of a worker that is stopped on purpose."""
         self._outbox.put_nowait(pb.WorkerMessage(goodbye=pb.Goodbye()))

@@ -32,6 +32,8 @@ class ReceivedCalls:
     embeds: list[pb.EmbedLegRequest] = field(default_factory=list)
     preparations: list[pb.DecodeRequest] = field(default_factory=list)
     resets: list[pb.ResetPrefixCacheRequest] = field(default_factory=list)
+    num_reloads: int = 0
+    reload_orders: list[pb.ReloadOrder] = field(default_factory=list)
     hand_offs: list[pb.HandOffRequest] = field(default_factory=list)
     cancels: list[pb.CancelRequest] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -74,6 +76,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.stream = RouterStream(router, self._carry_out)
         self.player = ScriptPlayer(self.worker_id, script, self.stream)
         self.holds_blocks = False
+        self.reload_refusal: str | None = None
+        self.weights: str | None = "model-b@float32"
+        """The fingerprint of the weights that a reload reads; None: it fails, and the worker keeps its own."""
+        self.is_empty = asyncio.Event()
+        """Clear it to hold up a reload."""
+        self.is_empty.set()
         self.may_give_files = asyncio.Event()
         """Clear it to delay the model's files."""
         self.may_give_files.set()
@@ -157,6 +165,32 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         if self.holds_blocks:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "blocks are held")
         return pb.Accepted()
+
+    async def ReloadWeights(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.ReloadOrder], context: Any
+    ) -> AsyncIterator[pb.ReloadReport]:
+        """Record the orders, and offer no credit before the end of the call."""
+        self.received.num_reloads += 1
+        self.received.notify()
+        if self.reload_refusal:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.reload_refusal)
+        self.stream.grant(pb.Credit(number=1))
+        loaded = pb.WeightsLoaded()
+        try:
+            await self.is_empty.wait()
+            yield pb.ReloadReport()
+            async for order in request_iterator:
+                self.received.reload_orders.append(order)
+                self.received.notify()
+                loaded.epoch = order.epoch
+                if order.step == "load":
+                    loaded.model_fingerprint = self.weights or ""
+                    error = "" if self.weights else "a shard is missing"
+                    yield pb.ReloadReport(model_fingerprint=self.weights or "", error=error)
+        finally:
+            if loaded.model_fingerprint:
+                self.stream.report_weights(loaded)
+            self.stream.grant(self._credit)
 
     async def GetModelFiles(  # noqa: N802
         self, request: pb.GetModelFilesRequest, context: Any

@@ -74,7 +74,7 @@ class Offered:
 
 
 class NoDrain:
-    """The drain of a worker that does not drain."""
+    """The drain and the reload of a worker that does neither."""
 
     def on_leg_accepted(self) -> None:
         """Do nothing."""
@@ -115,7 +115,7 @@ class SessionsSide(EngineSide):
         self.engine = Engine(self.scheduler)
         self.lifecycle = Lifecycle(role, ROLES)
         self.lifecycle.on_attach()
-        self.drain = NoDrain()
+        self.drain = self.reload = NoDrain()
         self._accepted = AcceptedRequests(no_time)
         full = Credit(max_requests=self.scenario.credit_of(self.boot), max_tokens=MAX_TOKENS)
         self._sessions = RouterSessions(
