@@ -1,7 +1,7 @@
 """The commands that operate a running service by the admin APIs of its routers.
 
 ``kvbaton workers`` lists the workers, lets one drain, serve again, or take another role, and lets all drop their prefix
-caches. ``kvbaton top`` shows them again and again.
+caches or read their weights again. ``kvbaton top`` shows them again and again.
 """
 
 import asyncio
@@ -58,9 +58,10 @@ async def _run(settings: WorkersSettings) -> None:
         pool = await admin.pool()
         match settings.action:
             case "reset-prefix-cache":
-                names = await admin.reset_prefix_cache()
-                text = f"the prefix caches of {', '.join(names) or 'no worker'} are dropped"
-                print(json.dumps({"workers": names}, indent=2) if settings.as_json else text)
+                _print_all(settings, await admin.reset_prefix_cache(), "the prefix caches of {} are dropped")
+            case "reload-weights":
+                reloaded = await admin.reload_weights(settings.deadline_seconds)
+                _print_all(settings, reloaded, "the weights of {} are reloaded")
             case "list" if settings.as_json:
                 print(json.dumps(pool, indent=2))
             case "list":
@@ -126,6 +127,12 @@ async def _facts_of(worker: str, admin: ServiceAdmin) -> dict[str, Any] | None:
     """Return a worker's entry of the list; None if it is not attached."""
     listed: list[dict[str, Any]] = (await admin.pool())["workers"]
     return next((each for each in listed if each["id"] == worker), None)
+
+
+def _print_all(settings: WorkersSettings, names: list[str], text: str) -> None:
+    """Print what was done at all workers; ``text`` with their names for people."""
+    shown = text.format(", ".join(names) or "no worker")
+    print(json.dumps({"workers": names}, indent=2) if settings.as_json else shown)
 
 
 def _print(settings: WorkersSettings, facts: dict[str, Any]) -> None:

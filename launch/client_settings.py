@@ -35,7 +35,7 @@ class OperatorSettings(CommandSettings):
 
 
 class WorkersSettings(OperatorSettings):
-    """List the workers of a running service, let one drain, serve again or take another role, or drop the prefix caches.
+    """List the workers of a running service, let one drain, serve again or take another role, or reload something in all.
 
     A worker is named by its id, or by the beginning of it. A worker that drains takes no new requests. Those that it has end
     there, or at the deadline on other workers. Its process keeps running. A worker that takes another role drains first.
@@ -47,22 +47,26 @@ class WorkersSettings(OperatorSettings):
       kvbaton workers undrain decode-0 --ready-file ready.json
       kvbaton workers flip decode-1 prefill --ready-file ready.json
       kvbaton workers reset-prefix-cache --ready-file ready.json
+      kvbaton workers reload-weights --ready-file ready.json
     """
 
-    action: CliPositionalArg[Literal["list", "drain", "undrain", "flip", "reset-prefix-cache"]] = "list"
+    action: CliPositionalArg[
+        Literal["list", "drain", "undrain", "flip", "reset-prefix-cache", "reload-weights"]
+    ] = "list"
     """The action."""
     worker: CliPositionalArg[str] = ""
     """Id of the worker of the action, or the beginning of it."""
     role: CliPositionalArg[Literal["", "prefill", "decode", "both"]] = ""
     """Role that the worker takes, with flip."""
     deadline_seconds: float | None = Field(default=None, ge=0, le=MAX_SECONDS)
-    """Time for the requests of a worker that drains; unset: the worker's own drain_seconds; short form: --deadline."""
+    """Time for the requests of a worker that drains; unset: the worker's own drain_seconds; short form: --deadline. With
+    reload-weights: the time in which all running requests must end; unset: 60."""
     wait: bool = True
     """Wait until the worker that drains holds nothing any more, or has taken its role."""
 
     @model_validator(mode="after")
     def _check_action(self) -> "WorkersSettings":
-        is_of_all = self.action in ("list", "reset-prefix-cache")
+        is_of_all = self.action in ("list", "reset-prefix-cache", "reload-weights")
         if is_of_all and self.worker:
             raise ValueError(f"worker is {self.worker!r}, but {self.action} is always of all workers")
         if not is_of_all and not self.worker:
@@ -79,7 +83,12 @@ class WorkersSettings(OperatorSettings):
     def refuse_useless_flags(self) -> None:
         """Raise SettingError for flags about a drain with another action."""
         flags = {name for name, origin in self.sources.origins.items() if origin == FLAG}
-        used = {"drain": {"deadline_seconds", "wait"}, "flip": {"wait"}}.get(self.action, set())
+        used_by = {
+            "drain": {"deadline_seconds", "wait"},
+            "flip": {"wait"},
+            "reload-weights": {"deadline_seconds"},
+        }
+        used = used_by.get(self.action, set())
         if useless := sorted(flags & {"deadline_seconds", "wait"} - used):
             raise SettingError(
                 f"{useless[0]} has no effect on {self.action!r}; it belongs to `kvbaton workers drain WORKER`",
@@ -153,12 +162,27 @@ class ResetPrefixCacheSettings(WorkersSettings):
     wait: CliSuppress[bool] = True
 
 
+class ReloadWeightsSettings(WorkersSettings):
+    """Let all workers read the weights of their model's folder again, without a restart.
+
+    New requests wait meanwhile. Those that run end first: if they do not in time, nothing changes.
+
+    Example: kvbaton workers reload-weights --deadline 120 --ready-file ready.json
+    """
+
+    action: CliSuppress[Literal["reload-weights"]] = "reload-weights"
+    worker: CliSuppress[str] = ""
+    role: CliSuppress[Literal["", "prefill", "decode", "both"]] = ""
+    wait: CliSuppress[bool] = True
+
+
 ACTIONS: dict[str, type[WorkersSettings]] = {
     "list": ListSettings,
     "drain": DrainSettings,
     "undrain": UndrainSettings,
     "flip": FlipSettings,
     "reset-prefix-cache": ResetPrefixCacheSettings,
+    "reload-weights": ReloadWeightsSettings,
 }
 """The settings by action. What an action does not take is hidden from its help, and refused when it is given."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +18,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10.0, sock_connect=5.0)
 _LEASE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 """A frozen router must not hold up the decision about the others for longer."""
 _KEY_HINT = "give an admin key of the router as KVBATON_ADMIN_KEY"
+_RELOAD_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+"""Weights may take minutes to read."""
 _SILENT_SECONDS = 2.0
 """The time after which a router that does not answer is shown as such, when another one has answered."""
 _STATES = ("changing", "draining", "empty", "serving", "starting", "leaving")
@@ -63,6 +65,15 @@ class RouterAdmin:
     async def reset_prefix_cache(self) -> list[str]:
         """Let all workers drop their prefix caches; return their ids. Raises what ``pool`` raises, also if one does not."""
         reply = await self._request("POST", "/admin/reset_prefix_cache")
+        return [str(name) for name in reply["workers"]]
+
+    async def reload_weights(self, wait: float | None) -> list[str]:
+        """Let all workers read their weights again; return their ids. wait: seconds for running requests to end.
+
+        Raises what ``pool`` raises, also if the weights of one are not those that are served now.
+        """
+        query = {} if wait is None else {"wait": f"{wait:g}"}
+        reply = await self._request("POST", "/admin/reload_weights", query, limit=_RELOAD_TIMEOUT)
         return [str(name) for name in reply["workers"]]
 
     async def report_scaling(self, report: ScalingReport) -> None:
@@ -169,10 +180,17 @@ class ServiceAdmin:
 
     async def reset_prefix_cache(self) -> list[str]:
         """Send the order to the first router that answers; each has all workers. See ``RouterAdmin.reset_prefix_cache``."""
+        return await self._of_first(RouterAdmin.reset_prefix_cache)
+
+    async def reload_weights(self, wait: float | None) -> list[str]:
+        """Send the order to the first router that answers; each has all workers. See ``RouterAdmin.reload_weights``."""
+        return await self._of_first(lambda router: router.reload_weights(wait))
+
+    async def _of_first(self, order: Callable[[RouterAdmin], Awaitable[list[str]]]) -> list[str]:
         error = UnavailableError("there is no router")
         for router in self._admins:
             try:
-                return await router.reset_prefix_cache()
+                return await order(router)
             except UnavailableError as failed:
                 error = failed
         raise error

@@ -8,6 +8,7 @@ from typing import Any
 
 from router.admin.api import ScalingAdmin, WorkerAdmin, admin_access
 from router.admin.inspection import Inspection
+from router.admin.reloading import ReloadAdmin
 from router.admin.scaling import ScalingLeases, ScalingReports
 from router.attempts.draining import Drain
 from router.client_access import client_access
@@ -98,6 +99,7 @@ class RouterService:
             access=access,
             routes=[
                 *WorkerAdmin(self._path, access, standing, self._inspection.facts).routes(),
+                *ReloadAdmin(self._path, access).routes(),
                 *ScalingAdmin(scaling, ScalingLeases(metrics.scaling), self._inspection.pools).routes(),
             ],
         )

@@ -2,8 +2,8 @@
 
 Operators list workers (``GET /admin/workers``) and order them to drain, to serve again or to take another role
 (``POST /admin/workers/ID/drain``, ``/undrain``, ``/flip``), and drop the prefix caches of all of them
-(``POST /admin/reset_prefix_cache``). The autoscaler sends its decision (``PUT /admin/scaling``),
-which the router publishes, and asks who may scale (``PUT /admin/scaling/lease``).
+(``POST /admin/reset_prefix_cache``); ``reloading.py`` has ``POST /admin/reload_weights``. The autoscaler sends its decision
+(``PUT /admin/scaling``), which the router publishes, and asks who may scale (``PUT /admin/scaling/lease``).
 """
 
 import asyncio

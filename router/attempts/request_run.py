@@ -15,6 +15,7 @@ from msgspec import structs
 
 from contract.errors import KvbatonError, UnavailableError
 from contract.identity import Role
+from contract.layout import weights_of
 from router.admission.admission_queue import AdmissionQueue
 from router.admission.fair_queue import QueueOrder
 from router.admission.reservation import Reservation
@@ -25,7 +26,7 @@ from router.attempts.current_attempt import CurrentAttempt
 from router.attempts.failures import Failures
 from router.attempts.leg_outcome import LegReport, deadline_error
 from router.attempts.leg_requests import AttemptTask
-from router.attempts.request_tracker import RequestTracker, TrackedRequest
+from router.attempts.request_tracker import RequestState, RequestTracker, TrackedRequest
 from router.attempts.suspects import Suspects
 from router.concurrency import cooperatively
 from router.intake.prepared_request import PreparedRequest
@@ -115,8 +116,17 @@ class RequestRun:
         self.current = CurrentAttempt()
         self._prompt = prompt
         self.known_tokens: list[int] = []
+        self._weights = ""
         parts = prompt.parts
         self.failures = Failures(parts.unreachable, parts.max_replays, parts.max_worker_deaths)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if tokens were delivered and the rest is to be computed by another attempt, which has not begun."""
+        attempt = self.current.attempt
+        is_waiting = self.tracked.state is RequestState.WAITING_FOR_WORKERS
+        has_failed = attempt is not None and attempt.failure is not None
+        return bool(self.known_tokens) and (is_waiting or has_failed)
 
     def close(self) -> None:
         """End the attempt that runs. Does nothing the second time."""
@@ -194,7 +204,16 @@ class RequestRun:
             raise self.failures.without_workers(error) from error
 
     def new_attempt(self, reservation: Reservation) -> Attempt:
-        """Make the run's next attempt, which is to begin on the reserved workers now."""
+        """Make the run's next attempt, which is to begin on the reserved workers now.
+
+        Raises UnavailableError if the tokens that were delivered are those of former weights.
+        """
+        weights = weights_of(reservation.workers[-1].registration.model_fingerprint)
+        if self.known_tokens and weights != self._weights:
+            raise UnavailableError(
+                "the weights were reloaded before the answer could be continued; send the request again"
+            )
+        self._weights = weights
         task = AttemptTask(self.request, tuple(self.known_tokens), self.current.next_number())
         legs = AttemptLegs.of(reservation, self._prompt.parts.kinds)
         prompt = self._prompt

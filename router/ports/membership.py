@@ -15,7 +15,7 @@ import grpc.aio
 
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
-from contract.membership import Credit, Load, Registration, RoleOrder, Welcome
+from contract.membership import Credit, Load, LoadedWeights, Registration, RoleOrder, Welcome
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.migration.evacuation import Evacuation
@@ -138,6 +138,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                     worker.capacity.report_load(from_proto(Load, message.load))
                 case "credit":
                     worker.capacity.grant(from_proto(Credit, message.credit))
+                    self._registry.weights.check(worker)
                     # decided at each credit, which names the role that the worker may take; the report below is the
                     # answer
                     worker.capacity.needs_role = self._registry.needs_role_of(worker)
@@ -145,6 +146,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                     self._evacuation.on_credit_changed(worker)
                 case "role_taken":
                     self._evacuation.role_taken(worker, from_proto(RoleOrder, message.role_taken))
+                case "weights_loaded":
+                    self._registry.on_loaded(worker, from_proto(LoadedWeights, message.weights_loaded))
                 case "goodbye":
                     worker.leave()
                     return

@@ -10,8 +10,7 @@ from msgspec import structs
 
 from contract.errors import IncompatiblePeerError, InvalidRequestError
 from contract.identity import WORKER_ROLES, Role, worker_role
-from contract.layout import weights_of
-from contract.membership import Registration
+from contract.membership import LoadedWeights, Registration
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from router.concurrency import ChangeSignal
 from router.routing.legs import EMBEDDING, GENERATION
@@ -20,6 +19,7 @@ from router.routing.running_shares import Held, TotalCredit
 from router.routing.views import WorkerSize, WorkerViews, longest
 from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
+from router.workers.served_weights import ServedWeights
 from router.workers.worker_calls import WorkerCalls
 
 _MAX_NAMES = 8192
@@ -42,7 +42,7 @@ class Registry:
 
     memory: what is remembered of workers by their ids. ``changes`` is notified when a worker is attached or detached, gets
     its first credit or loses all of it, is empty, and when it may have room that it did not have. The first worker decides
-    which model this router serves, for the router's whole life.
+    which model this router serves, for the router's whole life; its weights may be reloaded.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Registry:
         self._stale: dict[str, AttachedWorker] = {}
         self.held = Held()
         """The requests and tokens that clients hold of all workers that decode."""
-        self._model_fingerprint: str | None = None
+        self.weights = ServedWeights()
         self.embeds_only = False
         """The model has no output head, so that it computes embeddings only."""
         self._changes = changes
@@ -130,10 +130,12 @@ class Registry:
         if former := self._workers.pop(new.worker_id, None):
             self._forget_view(new.worker_id)
             former.lose(f"it registered again with boot id {new.boot_id}")
-        self._model_fingerprint = new.model_fingerprint
+        self.weights.adopt(_weights_of(new))
         self.embeds_only = new.embeds_only
         self._workers[new.worker_id] = worker
         self._stale[new.worker_id] = worker
+        for other in list(self._workers.values()):
+            self.weights.check(other)
         worker.registration = structs.replace(new, num_restarts=self.memory.on_attach(new))
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
         self._changes.notify()
@@ -145,6 +147,11 @@ class Registry:
         logger.info("worker %s was %s and is %s now", worker.name, worker.role.value, role.value)
         worker.registration = structs.replace(worker.registration, role=role.value)
         worker.capacity.set_role(None if role is Role.PREFILL else self.held)
+        self._changes.notify()
+
+    def on_loaded(self, worker: AttachedWorker, loaded: LoadedWeights) -> None:
+        """Record the weights that a worker has loaded, which all workers may have to have from now on."""
+        self.weights.on_loaded(worker, loaded, self.workers)
         self._changes.notify()
 
     def missing_with(self, worker: AttachedWorker, role: Role) -> frozenset[Role]:
@@ -216,12 +223,10 @@ class Registry:
                 f"worker {new.worker_id} speaks protocol {new.protocol_min}..{new.protocol_max}, "
                 f"this router {WORKER_PROTOCOL_MIN}..{WORKER_PROTOCOL_MAX}"
             )
-        if self._model_fingerprint and weights_of(self._model_fingerprint) != weights_of(
-            new.model_fingerprint
-        ):
+        if not self.weights.accepts(_weights_of(new)):
             raise IncompatiblePeerError(
                 f"worker {new.worker_id} has the model {new.model_name} with fingerprint "
-                f"{new.model_fingerprint}, this router serves {self._model_fingerprint}"
+                f"{new.model_fingerprint}, this router serves {self.weights.fingerprint}"
             )
         for other in self._workers.values():
             theirs = other.registration.kv_layout
@@ -231,6 +236,10 @@ class Registry:
                     f"no KV can be handed over between worker {new.worker_id} (ours) and worker {other.name} "
                     f"(the peer): {'; '.join(differences)}"
                 )
+
+
+def _weights_of(registration: Registration) -> LoadedWeights:
+    return LoadedWeights(model_fingerprint=registration.model_fingerprint, epoch=registration.weights_epoch)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from serving.settings_file import is_secret
 NONSENSE = "no nsense"
 NEEDED = {"batch": ("-i", "in", "-o", "out"), "bench": ("--profile",), "run": ("prompt",)}
 """The words without which a command line is refused before its flags are read."""
-ACTIONS = ("list", "drain", "undrain", "flip", "reset-prefix-cache")
+ACTIONS = ("list", "drain", "undrain", "flip", "reset-prefix-cache", "reload-weights")
 FORMS = {"--deadline-seconds": "--deadline", "--as-json": "--json"}
 PAIRED = {"prefill": "decode", "decode": "prefill"}
 
@@ -106,9 +106,10 @@ def test_a_switch_with_a_value_is_named_and_the_value_is_not_shown() -> None:
 def reading(command: str) -> tuple[type[Settings], str, tuple[str, ...]]:
     """Return the settings of a command or of an action of ``workers``, its name, and the words that it needs."""
     if command in ACTIONS:
-        words = {"list": (), "reset-prefix-cache": (), "flip": ("decode-0", "decode")}.get(
-            command, ("decode-0",)
+        of_all: dict[str, tuple[str, ...]] = dict.fromkeys(
+            ("list", "reset-prefix-cache", "reload-weights"), ()
         )
+        words = {**of_all, "flip": ("decode-0", "decode")}.get(command, ("decode-0",))
         return client_settings.ACTIONS[command], f"kvbaton workers {command}", words
     return settings_class(command), f"kvbaton {command}", NEEDED.get(command, ())
 
@@ -190,6 +191,7 @@ def test_each_action_of_workers_has_a_help_of_its_own(capsys: pytest.CaptureFixt
         "undrain": {"WORKER"},
         "flip": {"WORKER", "ROLE", "--wait"},
         "reset-prefix-cache": set(),
+        "reload-weights": {"--deadline-seconds"},
     }
     assert set(own) == set(ACTIONS)
     for action, taken in own.items():

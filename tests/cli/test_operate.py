@@ -356,3 +356,16 @@ async def test_the_prefix_caches_of_all_workers_are_dropped() -> None:
         assert "worker decode-0 did not accept ResetPrefixCache" in errors and "blocks are held" in errors
     code, _, errors = await kvbaton("workers", "reset-prefix-cache", "decode-0")
     assert code == 2 and "unrecognized arguments: decode-0" in errors
+
+
+async def test_the_weights_of_all_workers_are_reloaded() -> None:
+    """B16: by one command; nothing changes if a worker cannot do so."""
+    async with running_cluster(SAY, PAIR) as cluster:
+        command = ("workers", "reload-weights", "--deadline", "30", *admin(cluster))
+        done = await kvbaton(*command)
+        assert done == (0, "the weights of prefill-0, decode-0 are reloaded\n", "")
+        cluster.workers["decode-0"].reload_refusal = "it drains"
+        code, output, errors = await kvbaton(*command, "--json")
+        assert (code, output) == (1, "")
+        assert "nothing has changed: worker decode-0 did not accept ReloadWeights" in errors
+        assert "it drains" in errors

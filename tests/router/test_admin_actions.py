@@ -22,6 +22,7 @@ HELLO = Script(tokens=[END])
         ("POST", "workers/both-0/undrain"),
         ("POST", "workers/both-0/flip?role=decode"),
         ("POST", "reset_prefix_cache"),
+        ("POST", "reload_weights"),
         ("PUT", "scaling"),
         ("DELETE", "workers/both-0"),
     ],
