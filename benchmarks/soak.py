@@ -3,10 +3,10 @@
 200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
 processes, 10,000 short requests at 64 concurrent and as many at data-parallel groups, 2,000 schedules of faults on
 hand-overs between processes without a model, 200 more between network namespaces and 60 on whole workers, 50,000 walks
-through the protocol, 10,000 moves of answers in further ones, the state machines at twenty times their usual count, and
-every attack of ``tests/chaos/attacks`` on a whole service. ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed;
-``--only faults`` runs one scenario again and leaves the figures of the others, each with the commit and seed of its
-run.
+through the protocol, 10,000 moves of answers in further ones, the state machines at twenty times their usual count, 1,000
+flipped bits in the files of a KV tier, and every attack of ``tests/chaos/attacks`` on a whole service.
+``KVBATON_SOAK_SEED=1234`` repeats the run of a seed; ``--only faults`` runs one scenario again and leaves the figures of the
+others, each with the commit and seed of its run.
 """
 
 import argparse
@@ -40,6 +40,8 @@ FAULTS = ("tests/chaos/test_links.py", "tests/chaos/test_frozen.py")
 MACHINES = (
     "tests/engine_scheduling/test_state_machine.py",
     "tests/engine_scheduling/test_pool_machine.py",
+    "tests/engine_scheduling/test_tier_machine.py",
+    "tests/engine_compute/test_disk_tier.py",
     "tests/kv_transfer/test_protocol_machine.py",
     "tests/kv_transfer/test_lease_machine.py",
     "tests/kv_transfer/test_sender_messages.py",

@@ -122,7 +122,7 @@ def connect(
     """Open both halves of a connector, and the KV tiers, for an executor with an allocated KV cache.
 
     transfers: None opens no connector. on_event, wake: called from any thread when the connector has events, and when a tier
-    has some. Raises SettingError if the connector does not serve so many ranks, and for the size of a tier.
+    has some. Raises SettingError if the connector does not serve so many ranks, and for a tier that cannot be.
     """
     storages = executor.open_kv_tiers(settings)
     num_step_blocks = blocks_needed(settings.max_num_batched_tokens, settings.block_size)

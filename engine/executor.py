@@ -13,6 +13,7 @@ from engine.connector import RanksConnector
 from engine.distributed.messages import MethodTypes, arguments_of
 from engine.distributed.rank_pool import RankPool
 from engine.kv_cache.sizing import HostProbe, MemoryProbe
+from engine.kv_tiers.disk import DiskTier
 from engine.kv_tiers.host import HostTier
 from engine.kv_tiers.storage import TierStorage
 from engine.models.config import ModelInfo
@@ -43,7 +44,7 @@ class Executor(Protocol):
     def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
         """Return the storages of the KV tiers that the settings ask for, fastest first; after the KV start-up.
 
-        ``shutdown`` closes them. Raises SettingError for a size that cannot be.
+        ``shutdown`` closes them. Raises SettingError for a size that cannot be, and a folder that cannot be used.
         """
         return []  # several ranks have none
 
@@ -116,6 +117,11 @@ class InProcessExecutor(Executor):
         if settings.host_kv_bytes:
             free_bytes = HostProbe().read().free_bytes
             self._tiers.append(HostTier(self.runner.memory, settings.host_kv_bytes, free_bytes))
+        if settings.disk_kv_dir is not None:
+            model = self.model_info.fingerprint
+            self._tiers.append(
+                DiskTier(self.runner.memory, settings.disk_kv_dir, settings.disk_kv_bytes, model)
+            )
         return self._tiers
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:

@@ -1,5 +1,6 @@
 """The settings of an engine, in groups; see ``contract.options``."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -102,6 +103,11 @@ class KVCacheOptions(Options):
     host_kv_bytes: int = Field(default=0, ge=0)
     """Host memory of each worker for copies of full KV blocks, which a resumed request or a prompt with the same prefix
     loads instead of computing them again; 0: none."""
+    disk_kv_dir: Path | None = None
+    """Folder for copies of full KV blocks that survive a restart; a worker with a name uses a folder of that name in it. One
+    engine uses it at a time. Unset: none."""
+    disk_kv_bytes: int = Field(default=16 * 2**30, ge=1)
+    """Size of the files in disk_kv_dir."""
     remote_kv_timeout_seconds: float = Field(default=300.0, gt=0)
     """Time that a request may wait for KV before it ends with an error; a dead worker is detected sooner."""
 

@@ -34,15 +34,18 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
 
     @model_validator(mode="after")
     def _check_tiers(self) -> "EngineSettings":
-        if not self.host_kv_bytes:
-            return self
-        given = f"host_kv_bytes is {self.host_kv_bytes}"
-        if not self.enable_prefix_caching:
-            message = (
-                f"{given}, and blocks are found by their prefix: set enable_prefix_caching, or the first to 0"
-            )
-            raise SettingError(message, param="host_kv_bytes")
-        if self.tensor_parallel_size > 1:
-            message = f"{given}, and workers of several ranks have no tier: set it, or tensor_parallel_size to 1, to 0"
-            raise SettingError(message, param="host_kv_bytes")
+        for name in ("host_kv_bytes", "disk_kv_dir"):
+            value = getattr(self, name)
+            if not value:
+                continue
+            without = "set it to 0" if name == "host_kv_bytes" else "leave it unset"
+            given = f"{name} is {value}"
+            if not self.enable_prefix_caching:
+                message = (
+                    f"{given}, and blocks are found by their prefix: set enable_prefix_caching, or {without}"
+                )
+                raise SettingError(message, param=name)
+            if self.tensor_parallel_size > 1:
+                message = f"{given}, and workers of several ranks have no tier: {without}, or set tensor_parallel_size to 1"
+                raise SettingError(message, param=name)
         return self

@@ -112,8 +112,12 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, MetricsOptions, Pl
 
     def engine_settings(self) -> EngineSettings:
         """Return the engine's settings."""
+        options = EngineOptions.values_in(self)
+        # Workers of one service have the same settings, and a folder serves one engine.
+        if self.disk_kv_dir is not None and self.worker_id:
+            options["disk_kv_dir"] = self.disk_kv_dir / self.worker_id.replace("/", "_")
         return EngineSettings(
-            **EngineOptions.values_in(self),
+            **options,
             **HostOptions.values_in(self),
             model=self.model,
             device=self.device,

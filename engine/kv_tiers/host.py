@@ -18,6 +18,9 @@ class HostTier:
     """
 
     name = "host"
+    found = ()
+    outlives_engine = False
+    is_off = False
 
     def __init__(self, memory: KVMemory, num_bytes: int, free_bytes: int) -> None:
         self.slot_bytes = memory.layout.block_bytes
@@ -53,6 +56,12 @@ class HostTier:
         """Return the bytes of a slot."""
         view: memoryview = self._slots[slot].data
         return view
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Do nothing: the memory goes with the engine."""
+
+    def restart(self, model: str | None) -> None:
+        """Do nothing; see ``forget``."""
 
     def settle(self, timeout_seconds: float | None = None) -> bool:
         """See TierStorage."""

@@ -40,6 +40,18 @@ class TierStorage(Protocol):
     def slot_bytes(self) -> int:
         """Bytes of one block."""
 
+    @property
+    def found(self) -> Sequence[tuple[BlockHash, int]]:
+        """The content of slots that an earlier engine has left, the least recently stored first."""
+
+    @property
+    def outlives_engine(self) -> bool:
+        """True if a later engine finds the content."""
+
+    @property
+    def is_off(self) -> bool:
+        """True if the storage has failed: then it stores and loads nothing any more."""
+
     def store(self, copies: Sequence[BlockCopy]) -> "Future[int]":
         """Copy blocks from the pool to slots; return how many of them, from the first on, were stored.
 
@@ -51,6 +63,15 @@ class TierStorage(Protocol):
 
         What the blocks hold from the first damaged one on is not specified. Until the future is done, the blocks are not
         used otherwise, and the slots are not written to. A load that has not begun may be cancelled.
+        """
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Let no later engine find what was stored in these slots, which is corrupt or was dropped."""
+
+    def restart(self, model: str | None) -> None:
+        """Drop what is stored in all slots, for later engines as well.
+
+        model: the fingerprint of the weights from now on; None: as before.
         """
 
     def settle(self, timeout_seconds: float | None = None) -> bool:

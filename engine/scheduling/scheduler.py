@@ -207,6 +207,8 @@ class Scheduler(SchedulerState):
     def shutdown(self) -> dict[int, list[EngineOutput]]:
         """Abort every request; return the last outputs."""
         self.finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
+        if self.remote_kv.tiers is not None:
+            self.remote_kv.tiers.flush()
         return self.live.outbox.flush()
 
     def flush_urgent(self) -> dict[int, list[EngineOutput]]:
@@ -223,7 +225,7 @@ class Scheduler(SchedulerState):
         was_reset = self.pool.reset_prefix_cache()
         if was_reset:
             if tiers is not None:
-                tiers.reset()
+                tiers.reset(model_fingerprint)
             self.intake.model_fingerprint = model_fingerprint or self.intake.model_fingerprint
         self.totals.prefix_cache.reset |= was_reset
         return was_reset

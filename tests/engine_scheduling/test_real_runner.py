@@ -1,6 +1,8 @@
 """The deciding half on the real computing half: both clients, with and without chunks, caching and preemption."""
 
 import asyncio
+import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +66,32 @@ async def test_both_clients_give_the_same_tokens(model: Path) -> None:
             await cramped.shutdown()
 
 
-@pytest.mark.parametrize("batching", BATCHING)
-async def test_a_cramped_engine_with_a_tier_gives_the_same_tokens_and_loads_blocks(
-    model: Path, batching: dict[str, Any]
-) -> None:
-    """A17: preempted requests, and prompts whose prefix was evicted, get real blocks back from host memory."""
+async def roomy_answers(model: Path) -> tuple[list[list[int]], int]:
+    """Return the answers of an engine that never runs short, and the bytes of a block."""
     roomy = await InProcessClient.start(EngineSettings(model=model, kv_cache_bytes=2**22))
     try:
-        expected = await answers(roomy)
+        return await answers(roomy), roomy.info.layout.block_bytes
     finally:
         await roomy.shutdown()
-    block_bytes = roomy.info.layout.block_bytes
+
+
+@pytest.mark.parametrize("batching", BATCHING)
+@pytest.mark.parametrize("kind", ["host", "disk"])
+async def test_a_cramped_engine_with_a_tier_gives_the_same_tokens_and_loads_blocks(
+    model: Path, tmp_path: Path, batching: dict[str, Any], kind: str
+) -> None:
+    """A17: preempted requests, and prompts whose prefix was evicted, get real blocks back from host memory or a disk."""
+    expected, block_bytes = await roomy_answers(model)
+    tier: dict[str, Any] = {"host_kv_bytes": 64 * block_bytes}
+    if kind == "disk":
+        tier = {"disk_kv_dir": tmp_path / "kv", "disk_kv_bytes": 70 * block_bytes}
     cramped = await InProcessClient.start(
         EngineSettings(
             model=model,
             kv_cache_bytes=6 * block_bytes,
-            host_kv_bytes=64 * block_bytes,
             max_model_len=80,
             max_num_seqs=4,
+            **tier,
             **batching,
         )
     )
@@ -89,9 +99,51 @@ async def test_a_cramped_engine_with_a_tier_gives_the_same_tokens_and_loads_bloc
         for _ in range(3):
             assert await answers(cramped) == expected
         counted = await cramped.call("counters")
-        assert counted["kv_tier_loaded_blocks_total{tier=host}"] > 0
-        assert counted["kv_tier_failed_blocks_total{tier=host}"] == 0
-        num_stored = counted["kv_tier_stored_blocks_total{tier=host}"]
-        assert counted["kv_tier_bytes{tier=host}"] == block_bytes * num_stored
+        assert counted[f"kv_tier_loaded_blocks_total{{tier={kind}}}"] > 0
+        assert counted[f"kv_tier_failed_blocks_total{{tier={kind}}}"] == 0
+        num_stored = counted[f"kv_tier_stored_blocks_total{{tier={kind}}}"]
+        assert counted[f"kv_tier_bytes{{tier={kind}}}"] == block_bytes * num_stored
     finally:
         await cramped.shutdown()
+
+
+async def test_a_restart_with_the_same_folder_keeps_the_hit_rate_and_damage_changes_no_token(
+    model: Path, tmp_path: Path
+) -> None:
+    """A17: 90 % of the hits of the engine before; with flipped bits in the files fewer, and the same tokens."""
+    expected, block_bytes = await roomy_answers(model)
+    settings = EngineSettings(
+        model=model,
+        kv_cache_bytes=12 * block_bytes,
+        disk_kv_dir=tmp_path,
+        disk_kv_bytes=70 * block_bytes,
+        max_model_len=80,
+        max_num_seqs=4,
+    )
+
+    async def num_hits(num_rounds: int) -> list[int]:
+        """Start an engine, and return the tokens of each round that a cache had."""
+        client = await InProcessClient.start(settings)
+        try:
+            hits = [0]
+            for _ in range(num_rounds):
+                assert await answers(client) == expected
+                hits.append((await client.call("counters"))["prefix_cache_hits_total"])
+        finally:
+            await client.shutdown()
+        return [after - before for before, after in pairwise(hits)]
+
+    before = (await num_hits(3))[-1]
+    (after,) = await num_hits(1)
+    assert before > 0 and after >= 0.9 * before
+    drawn = random.Random(8)
+    for file in tmp_path.glob("*.slab"):
+        content = bytearray(file.read_bytes())
+        for _ in range(200):
+            bit = drawn.randrange(
+                8 * 4096, 8 * len(content)
+            )  # not in the header, for which the file would be ignored
+            content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+    (damaged,) = await num_hits(1)
+    assert damaged < after

@@ -20,20 +20,21 @@ class MachineWithTier(SchedulerMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tier = self.engine.executor.tiers[0]
+        self.tiers = self.engine.executor.tiers
 
-    @rule(is_late=st.booleans(), has_begun=st.booleans(), hangs=st.booleans())
-    def copy(self, is_late: bool, has_begun: bool, hangs: bool) -> None:
+    @rule(number=st.integers(0, 1), is_late=st.booleans(), has_begun=st.booleans(), hangs=st.booleans())
+    def copy(self, number: int, is_late: bool, has_begun: bool, hangs: bool) -> None:
         """Make all copies, and let the next ones wait; or let the first one begin, which cannot be stopped then.
 
         If it hangs, a preemption does not get its copies made.
         """
-        self.tier.hangs = hangs
+        tier = self.tiers[number % len(self.tiers)]
+        tier.hangs = hangs
         if has_begun:
-            self.tier.begin()
+            tier.begin()
         else:
-            self.tier.settle()
-        self.tier.is_late = is_late
+            tier.settle()
+        tier.is_late = is_late
 
     @rule(name=st.sampled_from("abcdefgh"), max_tokens=st.integers(4, 12), times=st.integers(0, 30))
     def compute_a_prompt(self, name: str, max_tokens: int, times: int) -> None:
@@ -43,36 +44,42 @@ class MachineWithTier(SchedulerMachine):
         self.engine.step(times)
 
     @rule(num_kept=st.integers(0, 2))
-    def fill_the_tier(self, num_kept: int) -> None:
-        self.tier.num_stores_kept = num_kept
+    def fill_the_tiers(self, num_kept: int) -> None:
+        for tier in self.tiers:
+            tier.num_stores_kept = num_kept
 
-    @precondition(lambda self: self.tier.contents)
+    @precondition(lambda self: any(tier.contents for tier in self.tiers))
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
-        self.tier.damage(data.draw(st.sampled_from(sorted(self.tier.contents))))
+        tier = data.draw(st.sampled_from([tier for tier in self.tiers if tier.contents]))
+        tier.damage(data.draw(st.sampled_from(sorted(tier.contents))))
 
     @rule()
     def reset_prefix_cache(self) -> None:
         """A copy to the tier is no use of its blocks: it is waited for."""
         states = self.engine.pool.count_by_state()
-        is_idle = set(self.engine.pool.holders()) <= {"tier:host"} and not states["quarantined"]
+        is_idle = set(self.engine.pool.holders()) <= {"tier:host", "tier:disk"} and not states["quarantined"]
         assert self.engine.core.call("reset_prefix_cache", []) is is_idle
 
     @rule()
     def run(self) -> None:
-        self.tier.settle()
+        for tier in self.tiers:
+            tier.settle()
         self.engine.run()
         self.finish_copies()
         self.assert_idle_for_a_reason()
 
     def finish_copies(self) -> None:
         """Let every copy be made, and the engine go on, until neither has anything to do."""
-        while self.tier.has_jobs:
-            self.tier.settle()
+        while any(tier.has_jobs for tier in self.tiers):
+            for tier in self.tiers:
+                tier.settle()
             self.engine.run()
 
     def teardown(self) -> None:
-        self.tier.is_late = self.tier.hangs = False
+        for tier in self.tiers:
+            tier.is_late = False
+            tier.hangs = False
         self.finish_copies()
         super().teardown()
 
@@ -89,3 +96,25 @@ class MachineWithTierOfWholePrompts(MachineWithTier, MachineOfWholePrompts):
 TestWithTierOfWholePrompts = MachineWithTierOfWholePrompts.TestCase
 TestWithTierOfWholePrompts.settings = machine_settings(20, 50)
 TestWithTierOfWholePrompts.runTest = soaked(TestWithTierOfWholePrompts.runTest)  # type: ignore[method-assign]
+
+
+class MachineWithTwoTiers(MachineWithTier):
+    """A small tier, and a slower one behind it, which may fail for good."""
+
+    memory: ClassVar[dict[str, Any]] = {
+        "kv_cache_bytes": 10,
+        "host_kv_bytes": 5,
+        "disk_kv_dir": "disk",
+        "disk_kv_bytes": 20,
+        "max_model_len": 36,
+    }
+
+    @rule(times=st.integers(0, 9))
+    def fail(self, times: int) -> None:
+        """Seldom, since there is no way back."""
+        self.tiers[1].is_off |= times == 0
+
+
+TestWithTwoTiers = MachineWithTwoTiers.TestCase
+TestWithTwoTiers.settings = machine_settings(10, 50)
+TestWithTwoTiers.runTest = soaked(TestWithTwoTiers.runTest)  # type: ignore[method-assign]

@@ -26,11 +26,11 @@ class KVTiers:
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether a tier has this content."""
-        return any(block_hash in tier.slots for tier in self.tiers)
+        return any(block_hash in tier.slots for tier in self.tiers if not tier.storage.is_off)
 
     def find(self, hashes: Iterable[BlockHash]) -> list[tuple[Tier, BlockHash]]:
         """Return the longest prefix of ``hashes`` that is stored, each with the fastest tier that has it."""
-        ready = [tier for tier in self.tiers if not tier.num_stuck]
+        ready = [tier for tier in self.tiers if tier.is_ready]
         found: list[tuple[Tier, BlockHash]] = []
         for block_hash in hashes:
             tier = next((one for one in ready if block_hash in one.slots), None)
@@ -61,7 +61,7 @@ class KVTiers:
     def forget(self, hashes: Collection[BlockHash]) -> None:
         """Drop these contents, which are corrupt."""
         for writer in self._writers:
-            writer.tier.slots.drop(hashes)
+            writer.tier.drop(hashes)
             writer.forget(hashes)
 
     def settle(self) -> None:
@@ -69,11 +69,18 @@ class KVTiers:
         for writer in self._writers:
             writer.settle()
 
-    def reset(self) -> None:
-        """Drop all content."""
+    def reset(self, model_fingerprint: str | None) -> None:
+        """Drop all content. model_fingerprint: of the weights from now on; None: as before."""
         for writer in self._writers:
             writer.tier.slots.clear()
+            writer.tier.storage.restart(model_fingerprint)
             writer.reset()
+
+    def flush(self) -> None:
+        """Store what is left in the tiers that outlive the engine, which ends; for a few seconds at most."""
+        for writer in self._writers:
+            if writer.tier.storage.outlives_engine:
+                writer.flush()
 
     def counters(self) -> dict[str, float]:
         """Return the counters and gauges of each tier, with the names of ``serving.metric_names.WORKER_METRICS``."""

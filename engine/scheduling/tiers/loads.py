@@ -180,7 +180,9 @@ class TierLoads:
         del self._loads[request.key]
         hashes = request.block_hashes
         num_indexed = load.num_cached + load.num_intact()
-        self._pool.enter(request.key, load.num_cached, hashes[load.num_cached : num_indexed])
+        arrived = hashes[load.num_cached : num_indexed]
+        # What came from a slow tier is stored in the faster ones: it will be used again.
+        self.tiers.offer(self._pool.enter(request.key, load.num_cached, arrived), arrived)
         request.num_indexed_blocks = num_indexed
         request.num_computed_tokens = num_indexed * self._pool.block_size
         if not request.is_known_to_runner:  # what the caches held of it is reported to its client once

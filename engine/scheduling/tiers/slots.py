@@ -1,7 +1,7 @@
 """The slots of one tier: which content is in which of them, and which one the next content gets."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from contract.block_hash import BlockHash
 
@@ -20,6 +20,14 @@ class TierSlots:
         self._storing: dict[BlockHash, int] = {}
         self._num_loads: Counter[int] = Counter()
         self._free = list(range(num_slots - 1, -1, -1))
+
+    def restore(self, contents: Sequence[tuple[BlockHash, int]]) -> None:
+        """Let content be found that was in the slots before, the least recently used first; all slots are free until now."""
+        for block_hash, slot in contents:
+            self._stored.pop(block_hash, None)  # of two slots with the same content the newer one
+            self._stored[block_hash] = slot
+        stored = set(self._stored.values())
+        self._free = [slot for slot in self._free if slot not in stored]
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -46,16 +54,16 @@ class TierSlots:
         slot = self._storing[block_hash] = self._free.pop()
         return slot
 
-    def complete_store(self, block_hash: BlockHash, slot: int, *, is_stored: bool) -> None:
-        """Let content be found that was copied to its slot, unless it was dropped meanwhile."""
-        if self._storing.get(block_hash) != slot:
+    def complete_store(self, block_hash: BlockHash, slot: int, *, is_stored: bool) -> bool:
+        """Let content be found that was copied to its slot, unless it was dropped meanwhile; return whether it can be."""
+        is_dropped = self._storing.get(block_hash) != slot
+        if not is_dropped:
+            del self._storing[block_hash]
+        if is_dropped or not is_stored:
             self._free.append(slot)
-            return
-        del self._storing[block_hash]
-        if is_stored:
-            self._stored[block_hash] = slot
-        else:
-            self._free.append(slot)
+            return False
+        self._stored[block_hash] = slot
+        return True
 
     def prepare_load(self, block_hash: BlockHash) -> int:
         """Return the slot of stored content, which stays until ``complete_load``."""
@@ -72,13 +80,21 @@ class TierSlots:
             if self._stored.get(block_hash) != slot:
                 self._free.append(slot)
 
-    def drop(self, hashes: Collection[BlockHash]) -> None:
-        """Drop these contents: they are damaged, or not right any more. What is being stored is not found later."""
+    def drop(self, hashes: Collection[BlockHash]) -> list[int]:
+        """Drop these contents: they are damaged, or not right any more. What is being stored is not found later.
+
+        Returns the slots that had them.
+        """
+        dropped = []
         for block_hash in hashes:
             self._storing.pop(block_hash, None)
             slot = self._stored.pop(block_hash, None)
-            if slot is not None and not self._num_loads[slot]:
+            if slot is None:
+                continue
+            dropped.append(slot)
+            if not self._num_loads[slot]:
                 self._free.append(slot)
+        return dropped
 
     def clear(self) -> None:
         """Drop all content."""

@@ -1,8 +1,9 @@
 """One tier as the scheduler sees it: its storage, and the content that it has."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from contract.block_hash import BlockHash
 from engine.kv_tiers.storage import BlockCopy, TierStorage
 from engine.scheduling.tiers.slots import TierSlots
 
@@ -25,13 +26,30 @@ class Tier:
     def __init__(self, storage: TierStorage) -> None:
         self.storage = storage
         self.slots = TierSlots(storage.num_slots)
+        self.slots.restore(storage.found)
         self.counts = TierCounts()
         self.num_stuck = 0
 
+    @property
+    def is_ready(self) -> bool:
+        """True if blocks can be loaded from it."""
+        return not self.num_stuck and not self.storage.is_off
+
+    def drop(self, hashes: Collection[BlockHash]) -> None:
+        """Drop these contents, which are corrupt, for later engines as well."""
+        if slots := self.slots.drop(hashes):
+            self.storage.forget(slots)
+
     def complete_store(self, copies: Sequence[BlockCopy], num_stored: int) -> None:
         """Record the end of a store. num_stored: copies, from the first on, that were made."""
-        for place, copy in enumerate(copies):
-            self.slots.complete_store(copy.block_hash, copy.slot, is_stored=place < num_stored)
+        dropped = [
+            copy.slot
+            for place, copy in enumerate(copies)
+            if not self.slots.complete_store(copy.block_hash, copy.slot, is_stored=place < num_stored)
+            and place < num_stored
+        ]
+        if dropped:
+            self.storage.forget(dropped)
         self.counts.stored += num_stored
         self.counts.failed += len(copies) - num_stored
 
@@ -41,7 +59,7 @@ class Tier:
             self.slots.complete_load(copy.block_hash, copy.slot)
         self.counts.loaded += num_intact
         if is_over and num_intact < len(copies):
-            self.slots.drop([copies[num_intact].block_hash])
+            self.drop([copies[num_intact].block_hash])
             self.counts.failed += 1
 
     def counters(self) -> dict[str, float]:

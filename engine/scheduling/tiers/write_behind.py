@@ -9,6 +9,7 @@ One batch is copied at a time: what the tier cannot keep up with is lost when it
 preemption waits for a copy, of what its request has computed and the tier does not have yet.
 """
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ Tables = Callable[[], Iterable[Sequence[int]]]
 _MAX_BATCH = 256
 # The part of the pool whose blocks may be held for copies only; and the part that the watermark is at least.
 _SHARE = 8
+# For longer than this, the end of an engine does not wait for its content to be stored.
+_MAX_FLUSH_SECONDS = 5.0
 # For longer than this, a preemption does not wait for a tier: what is not stored is computed again.
 _MAX_SECONDS = 1.0
 
@@ -75,6 +78,8 @@ class WriteBehind:
     def offer(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         """Store these blocks, which are full, before they are lost; those that are stored already count as used."""
         slots = self.tier.slots
+        if self.tier.storage.is_off:
+            return
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             if block_hash in slots:
                 slots.touch(block_hash)
@@ -117,6 +122,15 @@ class WriteBehind:
         if self._batch is None:
             return True
         return self.tier.storage.settle(timeout_seconds) and self._finish()
+
+    def flush(self) -> None:
+        """Store everything that is left, for a few seconds at most: no request is live, and the engine ends."""
+        end = time.monotonic() + _MAX_FLUSH_SECONDS
+        self._is_idle = True
+        while self.settle(max(0.0, end - time.monotonic())) and self._unstored:
+            self._begin_next(lambda: self._pool.num_free_blocks, lambda: ())
+            if self._batch is None:
+                return
 
     def reset(self) -> None:
         """Drop everything that is not stored."""
@@ -193,6 +207,8 @@ class WriteBehind:
         if not batch.future.done():
             return False
         self._batch = None
+        if self.tier.storage.is_off:
+            self._unstored.clear()
         self.tier.complete_store(batch.copies, batch.future.result())
         # A free block keeps its turn: a copy is no use of it.
         self._pool.free(self.holder, batch.next_blocks)

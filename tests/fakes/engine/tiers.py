@@ -14,20 +14,24 @@ class FakeTierStorage:
     """Fulfils ``TierStorage`` over a FakeMemory.
 
     is_late: copies wait for ``carry_out``; else they are made at once. hangs: who waits for a limited time waits in vain.
-    contents: by slot, what it has, and the hash of that.
-    num_stores_kept: the next store keeps only so many blocks, as a full disk does.
+    contents: by slot, what it has, and the hash of that. is_off: it stores and loads nothing any more.
+    num_stores_kept: the next store keeps only so many blocks.
     """
 
-    name = "host"
     slot_bytes = 1
+    found: Sequence[tuple[bytes, int]] = ()
 
-    def __init__(self, memory: "FakeMemory", num_slots: int) -> None:
+    def __init__(self, memory: "FakeMemory", num_slots: int, name: str = "host") -> None:
+        self.name = name
+        self.outlives_engine = name == "disk"
         self.num_slots = num_slots
+        self.is_off = False
         self.is_late = False
         self.hangs = False
         self.is_closed = False
         self.contents: dict[int, tuple[list[int | None], bytes]] = {}
         self.num_stores_kept: int | None = None
+        self.forgotten: list[int] = []
         self.stores: list[list[BlockCopy]] = []
         self.loads: list[list[BlockCopy]] = []
         self._memory = memory
@@ -45,6 +49,14 @@ class FakeTierStorage:
         future = self._add(lambda: self._load(copies))
         self._of_loads.append(future)
         return future
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Record that content was dropped."""
+        self.forgotten.extend(slots)
+
+    def restart(self, model: str | None) -> None:
+        """Record that all content was dropped."""
+        self.forgotten.extend(range(self.num_slots))
 
     @property
     def has_jobs(self) -> bool:
@@ -94,6 +106,8 @@ class FakeTierStorage:
         return future
 
     def _store(self, copies: Sequence[BlockCopy]) -> int:
+        if self.is_off:
+            return 0
         num_kept = len(copies) if self.num_stores_kept is None else self.num_stores_kept
         self.num_stores_kept = None
         for copy in copies[:num_kept]:
@@ -103,7 +117,7 @@ class FakeTierStorage:
     def _load(self, copies: Sequence[BlockCopy]) -> int:
         for num_intact, copy in enumerate(copies):
             content, block_hash = self.contents[copy.slot]
-            if block_hash != copy.block_hash:
+            if block_hash != copy.block_hash or self.is_off:
                 self._memory.scribble([copy.block_id])
                 return num_intact
             self._memory.slots[copy.block_id] = list(content)

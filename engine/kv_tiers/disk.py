@@ -1,0 +1,105 @@
+"""The tier on a disk: files that survive the engine, and the thread that writes and reads them."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+from contract.block_hash import BlockHash
+from engine.connector import KVMemory
+from engine.kv_tiers.slab import SlabEntry
+from engine.kv_tiers.slab_folder import SlabFolder
+from engine.kv_tiers.storage import BlockCopy, digest_of, fill_blocks, read_blocks
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class DiskTier:
+    """Fulfils ``TierStorage`` with files in a folder, which one engine uses at a time.
+
+    found: what earlier engines have left there. If the disk fails, the tier is off from then on. Raises SettingError; see
+    ``SlabFolder``.
+    """
+
+    name = "disk"
+    outlives_engine = True
+
+    def __init__(self, memory: KVMemory, path: Path, num_bytes: int, model: str) -> None:
+        self.is_off = False
+        self._memory = memory
+        self._path = path
+        self._folder = SlabFolder(path, num_bytes, model, memory.layout)
+        self.num_slots = self._folder.num_slots
+        self.slot_bytes = memory.layout.block_bytes
+        entries = sorted(self._folder.entries, key=lambda one: one[1].number)
+        self.found: list[tuple[BlockHash, int]] = [(entry.block_hash, slot) for slot, entry in entries]
+        self._digests = {slot: entry.digest for slot, entry in entries}
+        self._numbers = count(entries[-1][1].number + 1 if entries else 1)
+        self._thread = ThreadPoolExecutor(1, "kv-disk-tier")
+        logger.info("%s has %d blocks of KV, and room for %d", path, len(entries), self.num_slots)
+
+    def store(self, copies: Sequence[BlockCopy]) -> "Future[int]":
+        """See TierStorage."""
+        return self._thread.submit(self._unless_off, self._store, copies)
+
+    def load(self, copies: Sequence[BlockCopy]) -> "Future[int]":
+        """See TierStorage."""
+        return self._thread.submit(self._unless_off, self._load, copies)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """See TierStorage."""
+        self._thread.submit(self._unless_off, self._forget, slots)
+
+    def restart(self, model: str | None) -> None:
+        """See TierStorage."""
+        self._thread.submit(self._unless_off, self._restart, model)
+
+    def settle(self, timeout_seconds: float | None = None) -> bool:
+        """See TierStorage."""
+        # One thread carries out everything in order.
+        return not wait([self._thread.submit(int)], timeout_seconds).not_done
+
+    def close(self) -> None:
+        """See TierStorage."""
+        self._thread.shutdown()  # with what waits: content that was dropped must not come back at the next start
+        self._folder.close()
+
+    def _unless_off(self, action: Callable[[_T], int], argument: _T) -> int:
+        """Return the result of an action; 0 if the disk fails, or has failed."""
+        if self.is_off:
+            return 0
+        try:
+            return action(argument)
+        except OSError as error:
+            self.is_off = True
+            logger.warning("%s: the KV tier on this disk is off until the next start: %s", self._path, error)
+            return 0
+
+    def _store(self, copies: Sequence[BlockCopy]) -> int:
+        for copy, view in read_blocks(self._memory, copies):
+            digest = digest_of(view, copy.block_hash)
+            self._folder.write(copy.slot, SlabEntry(copy.block_hash, digest, next(self._numbers)), view)
+            self._digests[copy.slot] = digest
+        return len(copies)
+
+    def _load(self, copies: Sequence[BlockCopy]) -> int:
+        def fill(views: Sequence[memoryview]) -> int:
+            for num_filled, (copy, view) in enumerate(zip(copies, views, strict=True)):
+                is_there = self._folder.read_into(copy.slot, view)
+                if not is_there or digest_of(view, copy.block_hash) != self._digests[copy.slot]:
+                    return num_filled
+            return len(copies)
+
+        return fill_blocks(self._memory, [copy.block_id for copy in copies], fill)
+
+    def _forget(self, slots: Sequence[int]) -> int:
+        self._folder.clear(slots)
+        return len(slots)
+
+    def _restart(self, model: str | None) -> int:
+        self._folder.restart(model)
+        return self.num_slots
