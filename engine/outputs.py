@@ -66,7 +66,8 @@ class SchedulerOutput:
     block_copies: (from, to) of KV blocks that are copied before anything is computed.
     scheduled_spec_decode_tokens: request → drafts, which are computed behind its newest token: all its scheduled tokens but
     one. Only in steps in which all requests continue their answers. num_draft_tokens: request → number of drafts that the
-    runner proposes behind the tokens of this step.
+    runner proposes behind the tokens of this step. num_compared_tokens: request → number of its newest tokens, those of this
+    step included, with which the runner compares what it would have proposed before them.
     structured_output_request_ids: request → its row of ``grammar_bitmask``, int32 ``[num_rows, ceil(vocab_size / 32)]``,
     for those with a grammar that sample a token in this step: token t is allowed if bit t % 32 of word t // 32 is set.
     A row for the token behind each draft follows it.
@@ -78,6 +79,7 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     num_draft_tokens: dict[str, int] = field(default_factory=dict)
+    num_compared_tokens: dict[str, int] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     structured_output_request_ids: dict[str, int] = field(default_factory=dict)
@@ -136,6 +138,7 @@ class ModelRunnerOutput:
 
     sampled_token_ids: row i for request i; several tokens where its first drafts were equal to the tokens sampled in their
     places. spec_token_ids: row i for request i, the drafts proposed behind these tokens; empty if none were requested.
+    num_right_drafts: by request, the number of compared drafts before the first wrong one; without those that had none.
     other_choices: by request, if its prompt is finished and it asks for several answers. prompt_logprobs_dict: by
     request, a row for each token of the prompt that follows one which was computed. pooler_output: empty if no request
     pools, else row i for request i: the float32 numbers of its embedding, None until its prompt is finished.
@@ -146,6 +149,7 @@ class ModelRunnerOutput:
     req_id_to_index: dict[str, int] = field(default_factory=dict)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     spec_token_ids: list[list[int]] = field(default_factory=list)
+    num_right_drafts: dict[str, int] = field(default_factory=dict)
     logprobs: LogprobsLists | None = None
     other_choices: dict[str, OtherChoices] = field(default_factory=dict)
     prompt_logprobs_dict: dict[str, LogprobsLists] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from engine.scheduling.batch.drafting import StepCost
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stats import SpecDecodingStats
 from engine.settings import EngineSettings
+from engine.startup import ExecutorStart, start_executor
 from tests.checkpoints import VOCAB_SIZE
 from tests.copying_checkpoint import make_copying_checkpoint
 
@@ -40,10 +41,10 @@ def copying_model(folder: Path, dtype: torch.dtype) -> Path:
 class DraftingEngine:
     """An engine that speculates, driven step by step."""
 
-    def __init__(self, model: Path, **changes: Any) -> None:
+    def __init__(self, model: Path, start: ExecutorStart = start_executor, **changes: Any) -> None:
         both = {"kv_cache_bytes": 2**22, "speculate": "ngram", **changes}
         self._woken = threading.Semaphore(0)
-        self.core = EngineCore(EngineSettings(model=model, **both), wake=self._woken.release)
+        self.core = EngineCore(EngineSettings(model=model, **both), wake=self._woken.release, start=start)
         if self.scheduler.batcher.drafting is not None:
             self.scheduler.batcher.drafting.cost = FreeSteps()
         self._num_answers = 0

@@ -42,7 +42,7 @@ from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampling_batch import PromptLogprobs
 from engine.settings import EngineSettings
-from engine.speculation.ngram import propose
+from engine.speculation.ngram import num_right, propose
 
 _T = TypeVar("_T")
 # On the host nothing is measured, so the run is short: it touches memory and compiles kernels.
@@ -286,11 +286,8 @@ class ModelRunner:
             if is_newest:
                 self._unread = None
             output = begun.read()
-            if scheduled.num_draft_tokens and self._batch is not None:
-                num_drafts = scheduled.num_draft_tokens
-                output.spec_token_ids = [
-                    propose(self._batch.known_tokens(key), num_drafts.get(key, 0)) for key in output.req_ids
-                ]
+            if self._batch is not None:
+                _add_drafts(self._batch, scheduled, output)
             if is_newest:
                 self._ahead = begun.next_outline
             # What transfers wait for before they read blocks of this step.
@@ -322,6 +319,21 @@ class ModelRunner:
         if self._memory is not None:
             self._memory.close()
         self._group.close()
+
+
+def _add_drafts(batch: InputBatch, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    """Propose the drafts that were requested behind the tokens of a step, and compare those that it would have proposed."""
+    if num_drafts := scheduled.num_draft_tokens:
+        output.spec_token_ids = [
+            propose(batch.known_tokens(key), num_drafts.get(key, 0)) for key in output.req_ids
+        ]
+    for key, num_tokens in scheduled.num_compared_tokens.items():
+        state = batch.requests.get(key)
+        # A step that runs ahead may have removed it.
+        if state is not None and state.row is not None and key in output.req_id_to_index:
+            found = num_right(batch.known_tokens(key), num_tokens)
+            if found is not None:
+                output.num_right_drafts[key] = found
 
 
 def _ready(value: _T | None, needed: str) -> _T:

@@ -11,6 +11,7 @@ from contract.errors import ErrorKind, TransferError
 from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken, Received
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.batch.drafting import Drafting
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 from engine.scheduling.live_requests import Limits, LiveRequests
 from engine.scheduling.remote_kv import RemoteKV
@@ -35,6 +36,7 @@ class Results:
     """Applies what was computed, or received, to the requests.
 
     block_copies: (from, to) of blocks that the runner must copy before it computes anything else; they are not ordered yet.
+    drafting: what learns from drafts; None unless the engine speculates.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Results:
         totals: Totals,
         limits: Limits,
         clock: Callable[[], float],
+        drafting: Drafting | None,
     ) -> None:
         self.block_copies: list[tuple[int, int]] = []
         self._live = live
@@ -56,6 +59,7 @@ class Results:
         self._totals = totals
         self._limits = limits
         self._clock = clock
+        self._drafting = drafting
 
     def apply_received(self, request: Request) -> None:
         """Let a request continue whose KV has arrived, and was verified: its full blocks may be found from now on."""
@@ -108,12 +112,8 @@ class Results:
         if request.is_sending or request.engine_request.num_choices > 1:
             self._apply_first_tokens(request, first_tokens(output, request.key, sampled[0], alternatives))
         else:
-            if num_drafts:
-                request.drafts.record(num_drafts, len(sampled) - 1)
-                self._totals.spec_decoding.record(num_drafts, len(sampled) - 1)
-            request.drafts.token_ids = []
-            if request.key in scheduled.num_draft_tokens:
-                request.drafts.propose(output.spec_token_ids[row])
+            if self._drafting is not None:
+                self._drafting.learn(request, scheduled, output)
             num_kept, finish = self._append(request, sampled)
             logprobs = sampled_logprobs(output.logprobs, row, num_kept, alternatives)
             self._emit(request, sampled[:num_kept], logprobs, finish)

@@ -54,7 +54,9 @@ class SchedulerState(SchedulerInterface):
         # All of them, waiting or queued, from ``intake`` until their one ``finish``.
         self.live = LiveRequests(pool, self.queues, self.waits, remote_kv, deadlines, Outbox(self.totals))
         self.intake = Intake(self.live, grammars, self.totals, limits, pool.block_size, clock)
-        self._results = Results(self.live, pool, self.queues, remote_kv, self.totals, limits, clock)
+        self._results = Results(
+            self.live, pool, self.queues, remote_kv, self.totals, limits, clock, self.batcher.drafting
+        )
         self.step_times = StepTimes()
 
     @property

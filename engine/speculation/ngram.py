@@ -38,6 +38,15 @@ def propose(tokens: NDArray[np.int32], num_drafts: int) -> list[int]:
     return drafts
 
 
+def num_right(tokens: NDArray[np.int32], num_drafts: int) -> int | None:
+    """Return how many drafts before the last ``num_drafts`` tokens would have been right; None if there were none."""
+    drafts = propose(tokens[:-num_drafts], num_drafts)
+    if not drafts:
+        return None
+    wrong = np.flatnonzero(tokens[-num_drafts:] != drafts)
+    return int(wrong[0]) if len(wrong) else num_drafts
+
+
 def accepted(sampled: list[int | None], drafts: list[int]) -> list[int]:
     """Return the tokens that were sampled behind right drafts only.
 

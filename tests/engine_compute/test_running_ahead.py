@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from contract.outputs import EngineOutput, FinishReason
@@ -20,6 +21,7 @@ from engine.core import EngineCore
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
 from tests.checkpoints import EOS_ID, make_checkpoint
+from tests.drafting_engines import FreeSteps
 from tests.engine_pair import running_pair
 from tests.engine_scheduling.stepping import scheduler_of
 from tests.fakes.engine.graphs import FakeDeviceForward, FakeDeviceGraphs, FakeDevicePieces
@@ -242,6 +244,36 @@ def test_mixed_requests_get_the_tokens_of_the_cpu(
     assert found == expected
     assert any(fed(stepped))
     assert scheduler_of(stepped.core).pool.count_by_state()["held"] == 0
+    stepped.core.shutdown()
+
+
+def test_drafts_are_compared_for_requests_that_are_still_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request ends by a stop token while a step with it is ahead, and the one behind that removes it before it is read."""
+    reference = engine(model, None, monkeypatch)
+    greedy, _, seeded, *_ = requests()
+    for request in (greedy, seeded):
+        reference.core.add_request(request)
+    reference.run()
+    expected = reference.tokens()
+    reference.core.shutdown()
+    token = expected["seeded.0"][17]
+    stepped = engine(model, FakeDeviceGraphs, monkeypatch, speculate="ngram")
+    scheduler = scheduler_of(stepped.core)
+    assert scheduler.batcher.drafting is not None
+    scheduler.batcher.drafting.cost = FreeSteps()
+    sampling = msgspec.structs.replace(seeded.sampling, stop_token_ids=(token,))
+    for request in (greedy, msgspec.structs.replace(seeded, sampling=sampling)):
+        stepped.core.add_request(request)
+    while stepped.core.scheduler.has_unfinished_requests() or stepped.core.step_in_flight:
+        for live in scheduler.requests.values():  # in doubt, and compared in each step
+            live.drafts.num_misses = 9
+            live.drafts.next_comparison = 0
+        stepped.step()
+    cut = expected["seeded.0"].index(token) + 1
+    assert stepped.tokens() == {"greedy.0": expected["greedy.0"], "seeded.0": expected["seeded.0"][:cut]}
+    assert sum(fed(stepped)) > NUM_TOKENS / 2, "steps run ahead"
     stepped.core.shutdown()
 
 

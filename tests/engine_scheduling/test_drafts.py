@@ -11,6 +11,7 @@ from engine.outputs import LogprobsLists, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batch.drafting import Drafting, StepCost
 from engine.scheduling.blocks.block_pool import blocks_needed
 from engine.scheduling.inspection import counters
+from engine.scheduling.requests.request import Drafts
 from engine.scheduling.stats import SpecDecodingStats
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 from tests.engine_scheduling.test_state_machine import SchedulerMachine
@@ -218,6 +219,80 @@ def test_drafts_are_requested_while_they_make_more_tokens_a_second(
     engine.scheduler.requests["a#0.0"].drafts.acceptance = acceptance
     scheduled = engine.scheduler.schedule()
     assert scheduled.num_draft_tokens.get("a#0.0", 0) == expected
+
+
+class DearTokens(StepCost):
+    """A machine on which drafts are worth their time only if nine of ten are right, in a batch of one request."""
+
+    def seconds(self, num_tokens: int) -> float:
+        return 0.4 + 0.6 * num_tokens
+
+
+def test_a_request_in_doubt_costs_nothing_and_is_compared() -> None:
+    """Its steps run ahead as without speculation; what would have been right counts as if it had been computed."""
+    engines = RecordedEngine(speculate="none"), RecordedEngine()
+    for engine in engines:
+        engine.executor.runs_ahead = True
+        engine.add(fake_request("a", [1, 2, 3], 200))
+    plain, doubted = engines
+    doubted.drafting.cost = DearTokens()
+    for engine in engines:
+        engine.step(100)
+    assert doubted.num_started_early == plain.num_started_early > 90
+    assert not any(one.num_draft_tokens or one.scheduled_spec_decode_tokens for one, _ in doubted.steps)
+    compared = [(one, output) for one, output in doubted.steps if one.num_compared_tokens]
+    assert 5 <= len(compared) <= 7
+    expected = Drafts(acceptance=0.7)
+    for scheduled, output in compared:
+        assert scheduled.num_compared_tokens == {"a#0.0": 3}
+        if output.num_right_drafts:
+            expected.record(3, output.num_right_drafts["a#0.0"])
+    drafts = doubted.scheduler.requests["a#0.0"].drafts
+    assert drafts.acceptance == pytest.approx(expected.acceptance) != 0.7
+    # In a batch in which they are worth their time, they are computed from the next step on.
+    doubted.drafting.cost = step_cost(10.0, 0.1, [1, 2, 3, 4] * 30)
+    doubted.run()
+    assert doubted.tokens("a#0.0") == fake_answer([1, 2, 3], 200)
+    assert len(list(doubted.drafted())) > 10
+
+
+def test_comparisons_end_where_no_draft_could_be_worth_its_time() -> None:
+    engine = RecordedEngine()
+    engine.drafting.cost = EqualShares()
+    engine.add(fake_request("a", [1, 2, 3], 100))
+    engine.run()
+    assert not any(one.num_compared_tokens or one.num_draft_tokens for one, _ in engine.steps)
+
+
+def test_a_request_that_found_nothing_is_in_doubt_until_a_comparison_finds_something() -> None:
+    engine = RecordedEngine()
+    engine.add(fake_request("a", [1, 2, 3], 200))
+    engine.step()
+    drafts = engine.scheduler.requests["a#0.0"].drafts
+    drafts.num_misses = 4
+    engine.steps.clear()
+    while drafts.num_misses:
+        engine.step()
+    (*doubted, _, (scheduled, output)) = engine.steps
+    assert scheduled.num_compared_tokens and output.num_right_drafts
+    assert len(doubted) > 2 and not any(one.num_draft_tokens for one, _ in doubted)
+    engine.step()
+    assert engine.steps[-1][0].num_draft_tokens
+
+
+def test_a_step_with_drafts_grows_by_no_more_than_twice() -> None:
+    """Or by the drafts of one request: how long a much larger step takes is not known."""
+    engine = RecordedEngine(num_speculative_tokens=6, max_num_batched_tokens=200, kv_cache_bytes=200)
+    for index in range(8):
+        engine.add(fake_request(f"r{index}", [index + 1] * 4, 40))
+    engine.run()
+    sizes = [one.total_num_scheduled_tokens for one, _ in engine.steps if one.is_decode_only]
+    requests = [len(one.num_scheduled_tokens) for one, _ in engine.steps if one.is_decode_only]
+    grown = [
+        after <= max(num + 6, 2 * before)
+        for before, after, num in zip([0, *sizes[:-1]], sizes, requests, strict=True)
+    ]
+    assert all(grown) and max(sizes) > 20
 
 
 class EqualShares(StepCost):

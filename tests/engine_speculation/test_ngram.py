@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.ngram import LEAST, MOST, accepted, propose
+from engine.speculation.ngram import LEAST, MOST, accepted, num_right, propose
 
 
 def proposed(tokens: list[int], num_drafts: int) -> list[int]:
@@ -51,6 +51,34 @@ def test_proposals_continue_a_place_that_is_equal(tokens: list[int], num_drafts:
         ]
         # The newest of these places, read on into the drafts themselves where it reaches the end.
         assert drafts == whole[starts[-1] : starts[-1] + num_drafts]
+
+
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 6))
+def test_compared_drafts_count_up_to_the_first_wrong_one(tokens: list[int], num_drafts: int) -> None:
+    """The number is that of a step which had computed them before the last tokens."""
+    drafts = proposed(tokens[:-num_drafts], num_drafts)
+    found = num_right(np.array(tokens, dtype=np.int32), num_drafts)
+    if drafts:
+        assert accepted([*tokens[-num_drafts:], None], drafts)[:found] == drafts[:found]
+        assert found == num_drafts or tokens[-num_drafts:][found or 0] != drafts[found or 0]
+    else:
+        assert found is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_drafts", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2, 3, 4], 2, 2),
+        ([1, 2, 3, 4, 1, 2, 3, 9], 2, 1),
+        ([1, 2, 3, 4, 1, 2, 9, 4], 2, 0),
+        ([1, 2, 3, 4, 5, 6, 3, 4], 2, None),
+        ([3, 4], 2, None),
+    ],
+)
+def test_drafts_are_compared_with_the_tokens_behind_them(
+    tokens: list[int], num_drafts: int, expected: int | None
+) -> None:
+    assert num_right(np.array(tokens, dtype=np.int32), num_drafts) == expected
 
 
 @pytest.mark.parametrize(

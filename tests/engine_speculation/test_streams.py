@@ -80,7 +80,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engines(model: Path) -> list[DraftingEngine]:
     """A roomy engine, and one in which requests wait for each other and are preempted, whose steps are cut short."""
-    cramped = {"kv_cache_bytes": 2**17, "max_num_batched_tokens": 20, "max_num_seqs": 3, "max_model_len": 96}
+    cramped: dict[str, Any] = {
+        "kv_cache_bytes": 2**17,
+        "max_num_batched_tokens": 20,
+        "max_num_seqs": 3,
+        "max_model_len": 96,
+    }
     return [
         DraftingEngine(model, max_model_len=96),
         DraftingEngine(model, num_speculative_tokens=4, **cramped),

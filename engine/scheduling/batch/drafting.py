@@ -10,14 +10,18 @@ each, and the KV of the others is overwritten by the next step. One step, seen f
    beyond the end that an answer has by its length, its stop tokens or its grammar.
 
 A step with drafts takes longer. How much longer is measured (``StepCost``), and so is the share of its drafts that each
-request accepts. A draft is requested while it makes more tokens a second of the whole batch: a batch of one request, which
-waits for weights, takes many, a large one, which waits for arithmetic, only those that are nearly certain.
+request accepts. A draft is requested while it makes clearly more tokens a second of the whole batch: a batch of one request,
+which waits for weights, takes many, a large one, which waits for arithmetic, only those that are nearly certain.
+
+A request whose drafts are worth nothing in this batch is in doubt, and costs nothing: no drafts are computed, and its steps
+begin early, or ahead, as without speculation. Now and then the runner compares what it would have proposed some tokens ago
+with the tokens that were sampled since. That shows as much as computed drafts do.
 """
 
 from collections.abc import Sequence
 
 from engine.options import BatchingOptions
-from engine.outputs import SchedulerOutput
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batch.fair_steps import FairSteps
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 from engine.scheduling.requests.queues import BatchQueues
@@ -34,14 +38,15 @@ _UNKNOWN_COST = 0.1
 _LEAST_SPREAD = 0.02
 # A single step that takes longer than this many times what was expected was disturbed.
 _DISTURBED = 3.0
-# A gain of less is noise.
-_LEAST_GAIN = 1.02
-# Where nothing was found in a row, a request looks again every so many steps: the next step is not prepared then.
+# A draft is computed if it gives this many times the tokens that its time would give otherwise: shares of right drafts, and
+# lengths of steps, are estimates.
+_LEAST_WORTH = 1.5
+# What the share of right drafts of a request is taken to be at most before it had any.
+_UNTESTED = 0.7
+# Requests for drafts in a row for which nothing was found, after which a request is in doubt.
 _MISSES = 4
-_LOOK_EVERY = 8
-# Every so many steps, a request without use for drafts tries one, as if this share were accepted.
-_TRY_EVERY = 32
-_HOPE = 0.9
+# Tokens of an answer between two comparisons.
+_COMPARE_EVERY = 16
 
 
 class StepCost:
@@ -101,14 +106,15 @@ class Drafting:
         self._max_tokens = options.max_num_decode_tokens
         self._max_length = max_length
         self._totals = totals
-        self._num_steps = 0
+        self._num_last = 0
         totals.spec_decoding.num_spec_tokens = self._most
 
     def note(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Record how long a step took."""
-        is_measured = seconds > 0 and scheduled.total_num_scheduled_tokens > 0
-        if is_measured and scheduled.is_decode_only:
-            self.cost.note(scheduled.total_num_scheduled_tokens, seconds)
+        if scheduled.is_decode_only and scheduled.total_num_scheduled_tokens:
+            self._num_last = scheduled.total_num_scheduled_tokens
+            if seconds > 0:
+                self.cost.note(self._num_last, seconds)
 
     def add_drafts(self, plan: StepPlan) -> None:
         """Add the proposed drafts to a step if each of its requests continues an answer."""
@@ -137,48 +143,73 @@ class Drafting:
         plan.add_drafts(entry, drafts, bitmasks)
 
     def request_drafts(self, plan: StepPlan, output: SchedulerOutput) -> None:
-        """Set the number of drafts that the runner proposes behind the tokens of this step."""
-        self._num_steps += 1
-        looks = self._num_steps % _LOOK_EVERY == 0
-        requests: list[Request] = []
+        """Set the drafts that the runner proposes behind the tokens of this step, and those that it compares only."""
+        least = self._least_chance(len(plan.entries))
+        trusted: list[Request] = []
         for entry in plan.entries.values():
             request = entry.request
-            engine_request = request.engine_request
-            if request.is_sending or request.is_pooling or engine_request.num_choices > 1:
+            drafts = request.drafts
+            if request.is_sending or request.is_pooling or request.engine_request.num_choices > 1:
                 continue  # it ends here, or its choices separate
             if entry.num_tokens - len(entry.drafts) < request.num_missing_tokens:
                 return  # in the middle of its prompt, so that the next step has no drafts
-            if request.drafts.acceptance is None:
-                request.drafts.acceptance = self._totals.spec_decoding.acceptance
-            if looks or request.drafts.num_misses < _MISSES:
-                requests.append(request)
-        if requests:  # a step may have none: then it has no cost to compare with
-            output.num_draft_tokens = self._numbers(len(plan.entries), requests)
+            if drafts.acceptance is None:
+                drafts.acceptance = min(_UNTESTED, self._totals.spec_decoding.acceptance)
+                drafts.next_comparison = request.answer_length + self._most
+            if drafts.acceptance >= least and drafts.num_misses < _MISSES:
+                trusted.append(request)
+            elif least < 1 and request.answer_length >= drafts.next_comparison:
+                drafts.next_comparison = request.answer_length + _COMPARE_EVERY
+                output.num_compared_tokens[request.key] = self._most
+        if trusted:
+            output.num_draft_tokens = self._numbers(len(plan.entries), trusted)
+
+    def learn(self, request: Request, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Record how a request's drafts in a step went, and keep what was proposed for the next one."""
+        key = request.key
+        row = output.req_id_to_index[key]
+        drafts = request.drafts
+        if verified := scheduled.scheduled_spec_decode_tokens.get(key):
+            num_accepted = len(output.sampled_token_ids[row]) - 1
+            drafts.record(len(verified), num_accepted)
+            self._totals.spec_decoding.record(len(verified), num_accepted)
+        drafts.token_ids = []
+        if key in scheduled.num_draft_tokens:
+            drafts.propose(output.spec_token_ids[row])
+        elif key in output.num_right_drafts:
+            drafts.num_misses = 0
+            drafts.record(scheduled.num_compared_tokens[key], output.num_right_drafts[key])
+
+    def _least_chance(self, num_requests: int) -> float:
+        """Return the least chance of being right that makes one draft worth its time in a step of ``num_requests``."""
+        if not num_requests:  # such a step has no cost to compare with
+            return 1.0
+        seconds = self.cost.seconds(num_requests)
+        return _LEAST_WORTH * num_requests / seconds * (self.cost.seconds(num_requests + 1) - seconds)
 
     def _numbers(self, num_requests: int, requests: Sequence[Request]) -> dict[str, int]:
         """Return how many drafts each of these requests gets in a step of ``num_requests``; those with none are left out."""
-        tries = self._num_steps % _TRY_EVERY == 0
         chances: list[tuple[float, str]] = []
         for request in requests:
             acceptance = request.drafts.acceptance or 0.0
             # It will have one token more by then.
             most = min(self._most, _most_drafts(request, self._max_length) - 1)
             chances += [(acceptance**place, request.key) for place in range(1, most + 1)]
-            if tries and acceptance < _HOPE and most > 0:
-                chances.append((_HOPE, request.key))
         chances.sort(reverse=True)
-        slowest = self._fair_steps.max_slowdown_of_others * self.cost.seconds(num_requests)
+        # How long a much larger step takes is not known.
+        most_tokens = min(self._max_tokens, max(num_requests + self._most, 2 * self._num_last))
+        seconds = self.cost.seconds(num_requests)
+        slowest = self._fair_steps.max_slowdown_of_others * seconds
         num_tokens = float(num_requests)
-        rate = num_tokens / self.cost.seconds(num_requests)
         numbers: dict[str, int] = {}
-        for num_drafts, (chance, key) in enumerate(chances[: self._max_tokens - num_requests], 1):
-            seconds = self.cost.seconds(num_requests + num_drafts)
+        for num_drafts, (chance, key) in enumerate(chances[: most_tokens - num_requests], 1):
+            longer = self.cost.seconds(num_requests + num_drafts)
             # The chances fall, and each draft costs the same: if one is worth nothing, no later one is.
-            if (num_tokens + chance) / seconds < rate * (1 if numbers else _LEAST_GAIN) or seconds > slowest:
+            if chance < _LEAST_WORTH * num_tokens / seconds * (longer - seconds) or longer > slowest:
                 break
             num_tokens += chance
-            rate = num_tokens / seconds
-            numbers[key] = min(self._most, numbers.get(key, 0) + 1)
+            seconds = longer
+            numbers[key] = numbers.get(key, 0) + 1
         return numbers
 
 

@@ -78,16 +78,17 @@ class Drafts:
     """Guesses of a request's coming tokens.
 
     token_ids: those behind the newest token, which no step has computed yet. acceptance: the moving share of its drafts that
-    were right, of those before which no other was wrong; None before the first request for drafts. num_misses: requests for
-    drafts in a row for which nothing was found.
+    were right, of those before which no other was wrong; None before its first step. num_misses: requests for drafts in a
+    row for which nothing was found. next_comparison: the length of the answer at which drafts are compared next.
     """
 
     token_ids: list[int] = field(default_factory=list)
     acceptance: float | None = None
     num_misses: int = 0
+    next_comparison: int = 0
 
     def record(self, num_drafts: int, num_accepted: int) -> None:
-        """Record that of the drafts in a step the first ``num_accepted`` were right."""
+        """Record that of the drafts in a step, or of those that were compared, the first ``num_accepted`` were right."""
         acceptance = self.acceptance or 0.0
         for place in range(min(num_accepted + 1, num_drafts)):
             acceptance += _NEWEST_DRAFT * ((place < num_accepted) - acceptance)

@@ -128,6 +128,12 @@ class FakeRunner:
                 sampled += self._verify(key, starts[key] + 1, sampled[0], drafts, scheduled)
             if scheduled.num_draft_tokens:
                 output.spec_token_ids.append(self._propose(key, scheduled.num_draft_tokens.get(key, 0)))
+        for key in scheduled.num_compared_tokens.keys() & computed.keys():
+            # See ``_propose``: it was right up to a place that depends on the tokens before those that are compared.
+            num_tokens = scheduled.num_compared_tokens[key]
+            num_right = (len(self._sequences[key].token_ids) - num_tokens) % 5
+            if num_right < 4 and output.sampled_token_ids[output.req_id_to_index[key]]:
+                output.num_right_drafts[key] = min(num_right, num_tokens)
         self.num_forward_passes += bool(computed)
         self.batch_sizes.append(scheduled.total_num_scheduled_tokens)
         output.logprobs = self._logprobs(output)
