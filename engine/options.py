@@ -59,7 +59,8 @@ class BatchingOptions(Options):
     """Maximum number of prompt tokens in a step that also decodes; more of them delay the next tokens of running answers."""
     scheduling_policy: Literal["chunked-prefill", "prefill-first"] = "chunked-prefill"
     """The requests that share a step; chunked-prefill: answers, and prompts in chunks; prefill-first: only whole prompts, or
-    only answers if no prompt can start, and longer prompts than max_num_batched_tokens are rejected."""
+    only answers if no prompt can start. A prompt longer than max_num_batched_tokens is rejected then, and that is the length
+    which a worker reports."""
     scheduler_delay_factor: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """With prefill-first: while answers run, prompts wait for this factor times the length of the last step of prompts, so
     that several of them share the next one."""

@@ -30,6 +30,8 @@ def registration_of(
 ) -> Registration:
     """Return the facts with which a worker registers at its router."""
     info = engine.info
+    # A longer prompt is ignored there (prefill-first), so no client may take it for possible.
+    max_model_len = min(info.max_model_len, settings.max_prompt_tokens or info.max_model_len)
     return Registration(
         protocol_min=WORKER_PROTOCOL_MIN,
         protocol_max=WORKER_PROTOCOL_MAX,
@@ -41,7 +43,7 @@ def registration_of(
         model_name=first_listed(settings.served_model_name) or settings.model.name,
         model_fingerprint=info.model_fingerprint,
         kv_layout=info.side.whole,
-        max_model_len=info.max_model_len,
+        max_model_len=max_model_len,
         num_blocks=info.num_blocks,
         vocab_size=info.vocab_size,
         admin_address=admin_address,
