@@ -3,7 +3,8 @@
 Groups of engines with fake runners, whose passes wait for each other as those of a mixture of experts do. Both schemes get
 the same requests at the same ranks. Counted are passes with and without tokens, calls between the ranks (announcements, and
 the coordinator's to each rank), messages that the front end must send beside each request, and collectives that the scheme
-adds. Also measured: the time of one announcement, and until a group is down after the end of one process.
+adds. Also measured: the time of one announcement, by calls and in shared memory, and until a group is down after the end of
+one process.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +25,15 @@ from statistics import median
 from typing import Any
 
 from benchmarks.facts import run_facts, write_result
+from data_parallel.member import Member
 from engine.hosting.messages import AddRequest, FromEngine, Ready, Shutdown, StepOutputs
 from engine.hosting.running import EnginePlan, run_engine
+from engine.mailbox import Mailbox
 from engine.settings import EngineSettings
 from engine.stepping.gate import StepGate, Work
 from engine.stepping.loop import Inbox, Put
 from tests.checkpoints import make_foreign_checkpoint
-from tests.data_parallel.group import Collective, MeetingRunner, running_group, until
+from tests.data_parallel.group import Collective, MeetingRunner, group_plans, running_group, until
 from tests.data_parallel.test_experts import running_engines
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.fakes.engine.fakes import FakeExecutor
@@ -217,7 +221,7 @@ def by_waves(load: list[Arrival]) -> Costs:
 def by_announcements(load: list[Arrival], look_ahead: int) -> Costs:
     """Give a load to a group: a request is submitted to its own rank only."""
     costs = Costs()
-    with running_group(SIZE, look_ahead=look_ahead) as ranks:
+    with running_group(SIZE, look_ahead=look_ahead, num_sharing=0) as ranks:
         for number, arrival in enumerate(load):
             time.sleep(arrival.pause_seconds)
             ranks[arrival.rank].add(fake_request(f"r{number}", [1, 2, 3], max_tokens=arrival.num_tokens))
@@ -239,17 +243,32 @@ def count_passes(costs: Costs, runners: list[MeetingRunner]) -> None:
     costs.dummy_passes = sum(runner.passes.count("dummy") for runner in runners)
 
 
-def announcement_seconds(num_calls: int = 300) -> float:
-    """Return the median time of a call from a rank to the coordinator and back."""
-    with running_group(2, look_ahead=0) as ranks:
-        member = ranks[1].member
-        assert member is not None
-        found = []
-        for _ in range(num_calls):
-            began = time.perf_counter()
-            member.leave()  # the same way as an announcement; it starts no step
-            found.append(time.perf_counter() - began)
-    return median(found)
+def announcement_seconds(*, shares_memory: bool, num_steps: int = 300) -> dict[str, float]:
+    """Return the median times of an announcement: for the rank that makes it, and until the input of another one has it."""
+    inputs = [Mailbox[Callable[[], None]]() for _ in range(2)]
+    plans = group_plans(2, look_ahead=0, num_sharing=2 if shares_memory else 0)
+    with ThreadPoolExecutor(2) as pool:
+        joining = [
+            pool.submit(Member, plan, mine.put, lambda: 1) for plan, mine in zip(plans, inputs, strict=True)
+        ]
+        other, member = (each.result() for each in joining)
+    while inputs[0].num_waiting:  # where it reads the memory for the first time
+        inputs[0].get()
+    own = []
+    until_there = []
+    for _ in range(num_steps):
+        began = time.perf_counter()
+        member.new_step()
+        own.append(time.perf_counter() - began)
+        inputs[0].get(10.0)
+        until_there.append(time.perf_counter() - began)
+        time.sleep(0.002)  # as a step's pass would take
+    for each in (member, other):
+        each.leave()
+    until(lambda: member.is_over and other.is_over)
+    member.close()
+    other.close()
+    return {"of_the_rank": median(own), "until_another_has_it": median(until_there)}
 
 
 async def seconds_until_down(model: Path, number: signal.Signals) -> dict[str, float]:
@@ -278,7 +297,10 @@ def main() -> None:
         for look_ahead in (0, 8, 24):
             rows[f"announced, look-ahead {look_ahead}"] = by_announcements(load, look_ahead).as_row()
         figures["loads"][name] = rows
-    figures["announcement_seconds"] = announcement_seconds()
+    figures["announcement_seconds"] = {
+        "calls": announcement_seconds(shares_memory=False),
+        "memory": announcement_seconds(shares_memory=True),
+    }
     with tempfile.TemporaryDirectory() as folder:
         model = make_foreign_checkpoint(Path(folder), "qwen3_moe", seed=3)
         figures["seconds_until_down"] = {

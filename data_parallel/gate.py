@@ -86,7 +86,9 @@ class GroupGate(StepGate):
         if not self._has_left:
             self._has_left = True
             self._member.leave()
-        return self._member.is_over and not self._member.steps.is_behind
+        is_over = self._member.is_over
+        self._member.read_steps()  # a step that was announced before the last rank has left
+        return is_over and not self._member.steps.is_behind
 
     def close(self) -> None:
         """See StepGate."""

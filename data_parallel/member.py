@@ -13,8 +13,9 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError as ThreadCancelledError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -22,7 +23,9 @@ import grpc.aio
 
 from contract.addresses import join_address, split_address
 from contract.errors import KvbatonError, SettingError, UnavailableError, WorkerLostError
+from contract.processes import RunFolder
 from data_parallel.options import GroupPlan
+from data_parallel.shared_steps import SharedSteps, create_steps, machine_identity
 from data_parallel.steps import CoordinatorSteps, ParticipantSteps, PartInfo
 from engine.stepping.loop import Put
 from protos import group_pb2 as pb
@@ -69,6 +72,7 @@ class Member:
         self.plan = plan
         self.put = put
         self._die = die
+        self._shared: SharedSteps | None = None
         self._rpc = _Rpc(plan)
         self._coordinator = _Coordinator(self, self._rpc, plan, open_store) if plan.dp_rank == 0 else None
         try:
@@ -88,19 +92,27 @@ class Member:
 
         Raises WorkerLostError if the coordinator does not answer.
         """
-        if (step := self.steps.new_step()) is not None:
-            answer: pb.GroupStep = self._call(
-                "start_step", lambda stub: stub.StartStep(pb.GroupStep(step=step))
-            )
-            check_numbers(answer)
-            # The same number follows through the input. Until then, a busy rank would announce every further step.
-            self.steps.start_step(answer.step)
+        if (step := self.steps.new_step()) is None:
+            return
+        # The same number follows through the input. Until then, a busy rank would announce every further step.
+        if self._shared is not None:
+            self.counts["sent start_step"] += self._shared.advance(step)
+            self.read_steps()
+            return
+        answer: pb.GroupStep = self._call("start_step", lambda stub: stub.StartStep(pb.GroupStep(step=step)))
+        check_numbers(answer)
+        self.steps.start_step(answer.step)
 
     def leave(self) -> None:
         """Announce that this rank starts no step of its own any more; ``is_over`` follows once all ranks have done so."""
         plan = self.plan
         part = pb.Part(dp_rank=plan.dp_rank, dp_size=plan.dp_size)
         self._call("leave", lambda stub: stub.Leave(part))
+
+    def read_steps(self) -> None:
+        """Read what others have announced in shared memory, which may not have come through the input yet."""
+        if self._shared is not None:
+            self.steps.start_step(self._shared.step)
 
     def close(self) -> None:
         """End the thread and its connections. Before ``is_over``, the rest of the group ends itself then."""
@@ -134,9 +146,29 @@ class Member:
                 servicers.append(partial(group_pb2_grpc.add_CoordinatorServicer_to_server, self._coordinator))
             bound = split_address(await self._rpc.serve(join_address(plan.listen_host, port), servicers))
             part = pb.Part(dp_rank=plan.dp_rank, dp_size=plan.dp_size, host=plan.host, port=bound[1])
+            if plan.shares_memory:
+                part.machine = machine_identity()
             group = await self._register(part)
             self.store_address = join_address(split_address(plan.address)[0], group.store_port)
+            if group.memory:
+                self._share_steps(Path(group.memory))
             await watched.wait()
+
+    def _share_steps(self, folder: Path) -> None:
+        """Announce steps in shared memory from now on."""
+        plan = self.plan
+        try:
+            shared = SharedSteps(folder, plan.dp_rank, plan.dp_size, plan.look_ahead)
+        except OSError as error:
+            raise UnavailableError(f"the group's memory in {folder} cannot be opened: {error}") from error
+
+        def on_bell() -> None:
+            shared.clear_bell()
+            self.put(partial(self.steps.start_step, shared.step))
+
+        self._shared = shared
+        self._rpc.read(shared.fileno(), on_bell, shared.close)
+        on_bell()  # what others have announced before this rank had a bell
 
     async def _register(self, part: pb.Part) -> pb.Group:
         while True:
@@ -188,6 +220,8 @@ class _Rpc:
         self._channels: list[grpc.aio.Channel] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._watches: set[asyncio.Task[None]] = set()
+        self.owned = ExitStack()
+        """Closed last."""
         self.coordinator: Any = None
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -216,6 +250,12 @@ class _Rpc:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
+    def read(self, descriptor: int, on_readable: Callable[[], None], close: Callable[[], None]) -> None:
+        """Call a function whenever a descriptor can be read, until this ends and closes it."""
+        self.owned.callback(close)
+        self._loop.add_reader(descriptor, on_readable)
+        self.owned.callback(self._loop.remove_reader, descriptor)
+
     def close(self) -> None:
         """End everything. May be called twice."""
         if self.is_closing:
@@ -231,6 +271,7 @@ class _Rpc:
         await asyncio.gather(*self._watches, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(_STOP_GRACE_SECONDS)
+        self.owned.close()
 
 
 class _Participant(group_pb2_grpc.ParticipantServicer):
@@ -271,14 +312,16 @@ class _Coordinator(group_pb2_grpc.CoordinatorServicer):
         self._rpc = rpc
         self._plan = plan
         self._steps = CoordinatorSteps(plan.dp_size, plan.look_ahead)
-        self._store_port = open_store()
+        self._group = pb.Group(store_port=open_store())
+        self._are_registered = asyncio.Event()
         self._parts: dict[int, Any] = {}
 
     async def RegPart(self, message: pb.Part, context: Any) -> pb.Group:  # noqa: N802
-        """Register a rank, and watch all once they are complete."""
+        """Register a rank; watch all, and answer, once they are complete."""
         try:
             check_numbers(message)
-            self._steps.reg_part(PartInfo(message.dp_rank, message.host, message.port), message.dp_size)
+            info = PartInfo(message.dp_rank, message.host, message.port, message.machine)
+            self._steps.reg_part(info, message.dp_size)
         except KvbatonError as error:
             await abort(context, error)
         if self._steps.is_complete:
@@ -286,7 +329,23 @@ class _Coordinator(group_pb2_grpc.CoordinatorServicer):
                 channel = self._rpc.channel(join_address(info.host, info.port))
                 self._parts[info.dp_rank] = group_pb2_grpc.ParticipantStub(channel)
                 self._start(self._watch(info), until_closed=True)
-        return pb.Group(store_port=self._store_port)
+            if self._steps.is_on_one_machine:
+                self._create_memory()
+            self._are_registered.set()
+        await self._are_registered.wait()
+        return self._group
+
+    def _create_memory(self) -> None:
+        try:
+            folder = RunFolder("group")
+            self._rpc.owned.callback(folder.close)
+            create_steps(folder.path, self._plan.dp_size)
+        except OSError as error:
+            logger.warning(
+                "the ranks of the group call each other, since they cannot share memory: %s", error
+            )
+        else:
+            self._group.memory = str(folder.path)
 
     async def StartStep(self, message: pb.GroupStep, _context: Any) -> pb.GroupStep:  # noqa: N802
         """Advance to a step, and announce it to all ranks in the background: the caller continues at once."""

@@ -26,7 +26,8 @@ class GroupPlan:
 
     address: "host:port" of the coordinator, which rank 0 serves. listen_host: where this rank's own port is opened. host:
     where the others reach it. look_ahead: see CoordinatorSteps. timeout_seconds: silence after which a process counts as
-    gone. join_seconds: the longest wait for the other ranks.
+    gone. join_seconds: the longest wait for the other ranks. shares_memory: announce steps in shared memory if all ranks
+    run on one machine (``SharedSteps``).
     """
 
     dp_rank: int
@@ -38,3 +39,4 @@ class GroupPlan:
     look_ahead: int = _LOOK_AHEAD
     timeout_seconds: float = _TIMEOUT_SECONDS
     join_seconds: float = 120.0
+    shares_memory: bool = True

@@ -20,11 +20,12 @@ from contract.errors import InvalidRequestError
 
 
 class PartInfo(NamedTuple):
-    """A registered rank, and where its participant is called."""
+    """A registered rank, and where its participant is called. machine: equal for ranks that can share memory, if known."""
 
     dp_rank: int
     host: str
     port: int
+    machine: str = ""
 
 
 @dataclass
@@ -44,6 +45,12 @@ class CoordinatorSteps:
     def is_complete(self) -> bool:
         """True once every rank is registered."""
         return len(self.parts) == self.dp_size
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """True if all registered ranks can share memory."""
+        machines = {info.machine for info in self.parts.values()}
+        return len(machines) == 1 and "" not in machines
 
     @property
     def is_over(self) -> bool:

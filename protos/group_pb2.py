@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/group.proto\x12\nkvbaton.v1\"D\n\x04Part\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\"\x1b\n\x05Group\x12\x12\n\nstore_port\x18\x01 \x01(\r\"\x19\n\tGroupStep\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x0f\n\rGroupAccepted2\xae\x01\n\x0b\x43oordinator\x12.\n\x07RegPart\x12\x10.kvbaton.v1.Part\x1a\x11.kvbaton.v1.Group\x12\x39\n\tStartStep\x12\x15.kvbaton.v1.GroupStep\x1a\x15.kvbaton.v1.GroupStep\x12\x34\n\x05Leave\x12\x10.kvbaton.v1.Part\x1a\x19.kvbaton.v1.GroupAccepted2\xca\x01\n\x0bParticipant\x12=\n\tStartStep\x12\x15.kvbaton.v1.GroupStep\x1a\x19.kvbaton.v1.GroupAccepted\x12;\n\x03\x45nd\x12\x19.kvbaton.v1.GroupAccepted\x1a\x19.kvbaton.v1.GroupAccepted\x12?\n\x05Watch\x12\x19.kvbaton.v1.GroupAccepted\x1a\x19.kvbaton.v1.GroupAccepted0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/group.proto\x12\nkvbaton.v1\"U\n\x04Part\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x0f\n\x07machine\x18\x05 \x01(\t\"+\n\x05Group\x12\x12\n\nstore_port\x18\x01 \x01(\r\x12\x0e\n\x06memory\x18\x02 \x01(\t\"\x19\n\tGroupStep\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x0f\n\rGroupAccepted2\xae\x01\n\x0b\x43oordinator\x12.\n\x07RegPart\x12\x10.kvbaton.v1.Part\x1a\x11.kvbaton.v1.Group\x12\x39\n\tStartStep\x12\x15.kvbaton.v1.GroupStep\x1a\x15.kvbaton.v1.GroupStep\x12\x34\n\x05Leave\x12\x10.kvbaton.v1.Part\x1a\x19.kvbaton.v1.GroupAccepted2\xca\x01\n\x0bParticipant\x12=\n\tStartStep\x12\x15.kvbaton.v1.GroupStep\x1a\x19.kvbaton.v1.GroupAccepted\x12;\n\x03\x45nd\x12\x19.kvbaton.v1.GroupAccepted\x1a\x19.kvbaton.v1.GroupAccepted\x12?\n\x05Watch\x12\x19.kvbaton.v1.GroupAccepted\x1a\x19.kvbaton.v1.GroupAccepted0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.group_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PART']._serialized_start=34
-  _globals['_PART']._serialized_end=102
-  _globals['_GROUP']._serialized_start=104
-  _globals['_GROUP']._serialized_end=131
-  _globals['_GROUPSTEP']._serialized_start=133
-  _globals['_GROUPSTEP']._serialized_end=158
-  _globals['_GROUPACCEPTED']._serialized_start=160
-  _globals['_GROUPACCEPTED']._serialized_end=175
-  _globals['_COORDINATOR']._serialized_start=178
-  _globals['_COORDINATOR']._serialized_end=352
-  _globals['_PARTICIPANT']._serialized_start=355
-  _globals['_PARTICIPANT']._serialized_end=557
+  _globals['_PART']._serialized_end=119
+  _globals['_GROUP']._serialized_start=121
+  _globals['_GROUP']._serialized_end=164
+  _globals['_GROUPSTEP']._serialized_start=166
+  _globals['_GROUPSTEP']._serialized_end=191
+  _globals['_GROUPACCEPTED']._serialized_start=193
+  _globals['_GROUPACCEPTED']._serialized_end=208
+  _globals['_COORDINATOR']._serialized_start=211
+  _globals['_COORDINATOR']._serialized_end=385
+  _globals['_PARTICIPANT']._serialized_start=388
+  _globals['_PARTICIPANT']._serialized_end=590
 # @@protoc_insertion_point(module_scope)

@@ -28,6 +28,7 @@ class Part(_message.Message):
     DP_SIZE_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """The number of the rank, from 0."""
     dp_size: _builtins.int
@@ -35,6 +36,8 @@ class Part(_message.Message):
     host: _builtins.str
     """Where its Participant service is reached."""
     port: _builtins.int
+    machine: _builtins.str
+    """Equal for ranks that can share memory; empty: this one cannot."""
     def __init__(
         self,
         *,
@@ -42,10 +45,11 @@ class Part(_message.Message):
         dp_size: _builtins.int = ...,
         host: _builtins.str = ...,
         port: _builtins.int = ...,
+        machine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "dp_size", b"dp_size", "host", b"host", "port", b"port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "dp_size", b"dp_size", "host", b"host", "machine", b"machine", "port", b"port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -58,16 +62,20 @@ class Group(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STORE_PORT_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     store_port: _builtins.int
     """Port of the store at which the ranks find each other, on the coordinator's host."""
+    memory: _builtins.str
+    """Folder with the memory in which all ranks announce their steps, instead of by StartStep; empty: they call."""
     def __init__(
         self,
         *,
         store_port: _builtins.int = ...,
+        memory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

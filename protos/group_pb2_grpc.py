@@ -57,7 +57,8 @@ class CoordinatorServicer:
     """
 
     def RegPart(self, request, context):
-        """Register a rank. FAILED_PRECONDITION: a rank with this number is registered, or the group has another size.
+        """Register a rank; answered when all ranks are registered. FAILED_PRECONDITION: a rank with this number is registered, or
+        the group has another size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

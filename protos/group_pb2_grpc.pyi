@@ -36,7 +36,9 @@ class CoordinatorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
     RegPart: _grpc.UnaryUnaryMultiCallable[_group_pb2.Part, _group_pb2.Group]
-    """Register a rank. FAILED_PRECONDITION: a rank with this number is registered, or the group has another size."""
+    """Register a rank; answered when all ranks are registered. FAILED_PRECONDITION: a rank with this number is registered, or
+    the group has another size.
+    """
     StartStep: _grpc.UnaryUnaryMultiCallable[_group_pb2.GroupStep, _group_pb2.GroupStep]
     """Announce that a rank starts a step. The answer, which comes at once, is the step up to which the group goes: the caller need
     not announce the steps until then. All ranks are told afterwards.
@@ -50,7 +52,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegPart: _aio.UnaryUnaryMultiCallable[_group_pb2.Part, _group_pb2.Group]  # type: ignore[assignment]
-    """Register a rank. FAILED_PRECONDITION: a rank with this number is registered, or the group has another size."""
+    """Register a rank; answered when all ranks are registered. FAILED_PRECONDITION: a rank with this number is registered, or
+    the group has another size.
+    """
     StartStep: _aio.UnaryUnaryMultiCallable[_group_pb2.GroupStep, _group_pb2.GroupStep]  # type: ignore[assignment]
     """Announce that a rank starts a step. The answer, which comes at once, is the step up to which the group goes: the caller need
     not announce the steps until then. All ranks are told afterwards.
@@ -67,7 +71,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _group_pb2.Part,
         context: _ServicerContext,
     ) -> _typing.Union[_group_pb2.Group, _abc.Awaitable[_group_pb2.Group]]:
-        """Register a rank. FAILED_PRECONDITION: a rank with this number is registered, or the group has another size."""
+        """Register a rank; answered when all ranks are registered. FAILED_PRECONDITION: a rank with this number is registered, or
+        the group has another size.
+        """
 
     @_abc_1.abstractmethod
     def StartStep(

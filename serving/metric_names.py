@@ -54,7 +54,7 @@ WORKER_METRICS: Mapping[str, Metric] = {
     "group_steps_total": Metric(
         "Forward passes that this rank made with its data-parallel group, dummies included."
     ),
-    "group_calls_total": Metric("Steps that this rank has announced to the coordinator of its group."),
+    "group_calls_total": Metric("Steps that this rank has announced to its data-parallel group."),
     "step_held_seconds_total": Metric(
         "Seconds of delayed and interrupted steps, so that arriving requests could join."
     ),

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _CHECKS_PER_TIMEOUT = 6
 _LAST_MESSAGES_SECONDS = 0.5
 # The temporary folders that an engine's process makes: those of its ranks' channels, and of sockets that share its pool.
-_FOLDERS = ("ranks", "shm")
+_FOLDERS = ("ranks", "shm", "group")
 
 
 class ClientSockets:

@@ -118,7 +118,10 @@ class Rank:
         return self.member.steps.local_step, self.member.steps.coord_step
 
 
-def _plans(size: int, look_ahead: int, timeout_seconds: float) -> Iterator[GroupPlan]:
+def group_plans(
+    size: int, look_ahead: int, num_sharing: int, timeout_seconds: float = 2.0
+) -> Iterator[GroupPlan]:
+    """Yield the plan of each rank of a group on 127.0.0.1. num_sharing: see ``running_group``."""
     address = f"127.0.0.1:{free_port()}"
     for rank in range(size):
         yield GroupPlan(
@@ -131,16 +134,25 @@ def _plans(size: int, look_ahead: int, timeout_seconds: float) -> Iterator[Group
             look_ahead=look_ahead,
             timeout_seconds=timeout_seconds,
             join_seconds=_SECONDS,
+            shares_memory=rank < num_sharing,
         )
 
 
 @contextmanager
 def running_group(
-    size: int, look_ahead: int = 24, timeout_seconds: float = 2.0, settings: EngineSettings | None = None
+    size: int,
+    look_ahead: int = 24,
+    timeout_seconds: float = 2.0,
+    settings: EngineSettings | None = None,
+    num_sharing: int | None = None,
 ) -> Iterator[list[Rank]]:
-    """Run a group within the block; at its end all ranks are asked to end."""
+    """Run a group within the block; at its end all ranks are asked to end.
+
+    num_sharing: ranks, the first ones, that can announce steps in shared memory, which is used if all can; None: all.
+    """
     ranks = [Rank() for _ in range(size)]
     collective = Collective(size)
+    plans = group_plans(size, look_ahead, size if num_sharing is None else num_sharing, timeout_seconds)
 
     def run(rank: Rank, plan: GroupPlan) -> None:
         def gate(put: Put) -> GroupGate:
@@ -157,7 +169,7 @@ def running_group(
 
     threads = [
         threading.Thread(target=partial(run, rank, plan), daemon=True)
-        for rank, plan in zip(ranks, _plans(size, look_ahead, timeout_seconds), strict=True)
+        for rank, plan in zip(ranks, plans, strict=True)
     ]
     for thread in threads:
         thread.start()

@@ -49,6 +49,7 @@ async def running_engines(
             listen_host=host,
             host=host,
             secret=SECRET,
+            shares_memory=len(set(hosts)) == 1,
         )
         for rank, host in enumerate(hosts)
     ]

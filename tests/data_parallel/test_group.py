@@ -1,17 +1,26 @@
-"""Ranks of a group enter each step together (rows E1–E14 of docs/design-sources.md)."""
+"""Ranks of a group enter each step together (rows E1–E16 of docs/design-sources.md)."""
 
 import random
+import select
+import sys
+import tempfile
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from contract.errors import InvalidRequestError, SettingError
 from data_parallel.member import Member
+from data_parallel.shared_steps import SharedSteps, create_steps, machine_identity
 from data_parallel.steps import CoordinatorSteps, ParticipantSteps, PartInfo
 from engine.hosting.messages import Shutdown
 from tests.data_parallel.group import Rank, has_stopped, running_group, until
 from tests.engine_scheduling.stepping import POLICIES, fake_request, fake_settings
 from tests.fakes.engine.fakes import CRASH_TOKEN, fake_answer
+
+ways = pytest.mark.parametrize("num_sharing", [pytest.param(0, id="calls"), pytest.param(None, id="memory")])
+"""Ranks announce steps by calls to a coordinator, or in shared memory."""
 
 
 def passes(rank: Rank) -> list[str]:
@@ -24,25 +33,27 @@ def until_idle(ranks: list[Rank], step: int) -> None:
     until(lambda: all(rank.steps == (step, step) for rank in ranks))
 
 
-def test_the_worked_trace() -> None:
+@ways
+def test_the_worked_trace(num_sharing: int | None) -> None:
     """E3, E8, E9, E10, E11, E12, E13: one request of one token at one of four ranks.
 
-    One call up, four down, one pass each, and all wait.
+    One call up, four down, one pass each, and all wait. E15: or one announcement in memory, which wakes the three others.
     """
-    with running_group(4, look_ahead=0) as ranks:
+    is_shared = num_sharing is None
+    with running_group(4, look_ahead=0, num_sharing=num_sharing) as ranks:
         ranks[0].add(fake_request("a", [1, 2, 3], max_tokens=1))
         ranks[0].wait(lambda rank: bool(rank.outputs and rank.outputs[-1].is_leg_finished))
         counts = [rank.member.counts for rank in ranks if rank.member]
         until(
             lambda: all(
-                rank.steps == (1, 1) and count["received start_step"]
+                rank.steps == (1, 1) and (is_shared or count["received start_step"])
                 for rank, count in zip(ranks, counts, strict=True)
             )
         )
         assert [count["sent start_step"] for count in counts] == [1, 0, 0, 0]
-        assert counts[0]["received start_step of a rank"] == 1
-        assert [count["sent start_step to all"] for count in counts] == [4, 0, 0, 0]
-        assert [count["received start_step"] for count in counts] == [1, 1, 1, 1]
+        assert counts[0]["received start_step of a rank"] == (0 if is_shared else 1)
+        assert [count["sent start_step to all"] for count in counts] == [0 if is_shared else 4, 0, 0, 0]
+        assert [count["received start_step"] for count in counts] == [0 if is_shared else 1] * 4
         time.sleep(0.2)
         assert [passes(rank) for rank in ranks] == [["real"], ["dummy"], ["dummy"], ["dummy"]]
         # E12: the step that only passes the finished request to the runner was none for the group.
@@ -53,10 +64,11 @@ def test_the_worked_trace() -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [0, 1, 7, 24])
-def test_look_ahead_bounds_calls_and_empty_steps(look_ahead: int) -> None:
+@ways
+def test_look_ahead_bounds_calls_and_empty_steps(num_sharing: int | None, look_ahead: int) -> None:
     """E7, E16: one call in ``look_ahead + 1`` steps of work, and at most ``look_ahead`` empty steps after the last one."""
     num_tokens = 60
-    with running_group(2, look_ahead=look_ahead) as ranks:
+    with running_group(2, look_ahead=look_ahead, num_sharing=num_sharing) as ranks:
         ranks[1].add(fake_request("a", [1, 2, 3], max_tokens=num_tokens))
         ranks[1].wait(lambda rank: bool(rank.outputs and rank.outputs[-1].is_leg_finished))
         num_calls = -(-num_tokens // (look_ahead + 1))
@@ -70,11 +82,12 @@ def test_look_ahead_bounds_calls_and_empty_steps(look_ahead: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_arrivals_meet_in_every_step(policy: str) -> None:
+@ways
+def test_random_arrivals_meet_in_every_step(num_sharing: int | None, policy: str) -> None:
     """E1, E14: whatever comes where and when, no rank waits in a pass for ever, and each answer is as it is alone."""
     drawn = random.Random(7)
     settings = fake_settings(scheduling_policy=policy)
-    with running_group(3, look_ahead=3, settings=settings) as ranks:
+    with running_group(3, look_ahead=3, settings=settings, num_sharing=num_sharing) as ranks:
         wanted = []
         for number in range(60):
             rank = drawn.choice(ranks)
@@ -92,9 +105,10 @@ def test_random_arrivals_meet_in_every_step(policy: str) -> None:
     assert not any(rank.deaths for rank in ranks)
 
 
-def test_all_leave_together_while_others_work() -> None:
+@ways
+def test_all_leave_together_while_others_work(num_sharing: int | None) -> None:
     """A rank that is asked to end takes part in the steps of the others until they are asked, too."""
-    with running_group(2, look_ahead=2) as ranks:
+    with running_group(2, look_ahead=2, num_sharing=num_sharing) as ranks:
         ranks[0].add(fake_request("a", [1], max_tokens=200))
         ranks[0].wait(lambda rank: len(rank.outputs) > 2)
         ranks[1].inbox.put(Shutdown())
@@ -106,9 +120,10 @@ def test_all_leave_together_while_others_work() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_exception_in_one_engine_ends_all(failing: int) -> None:
+@ways
+def test_an_exception_in_one_engine_ends_all(num_sharing: int | None, failing: int) -> None:
     """E7, E19: the coordinator, or else every other rank, would end its process."""
-    with running_group(3, look_ahead=4) as ranks:
+    with running_group(3, look_ahead=4, num_sharing=num_sharing) as ranks:
         ranks[failing].add(fake_request("a", [1, CRASH_TOKEN], max_tokens=5))
         ranks[failing].wait(has_stopped)
         if failing:
@@ -120,6 +135,48 @@ def test_an_exception_in_one_engine_ends_all(failing: int) -> None:
             rank.wait(lambda rank: bool(rank.deaths) or has_stopped(rank))
         deaths = [reason for rank in ranks[1:] for reason in rank.deaths]
         assert set(deaths) == {"the coordinator of the group is gone"}
+
+
+def test_a_group_calls_if_one_rank_is_elsewhere() -> None:
+    """E15, E18: memory is shared by all ranks or by none."""
+    with running_group(2, look_ahead=0, num_sharing=1) as ranks:
+        ranks[0].add(fake_request("a", [1, 2, 3], max_tokens=2))
+        until_idle(ranks, 2)
+        assert ranks[0].member is not None
+        assert ranks[0].member.counts["received start_step of a rank"] == 2
+    assert not any(rank.deaths for rank in ranks)
+
+
+def test_a_machine_is_known_by_its_temporary_folder() -> None:
+    """It is equal in all processes of this user that have the folder, and is known on Linux only."""
+    identity = machine_identity()
+    assert identity == machine_identity()
+    assert bool(identity) is (sys.platform == "linux")
+    assert tempfile.gettempdir() in identity or not identity
+
+
+def test_a_number_in_shared_memory_is_announced_once_and_read_by_all(tmp_path: Path) -> None:
+    """A rank that joins later reads what was announced before it had a bell."""
+    create_steps(tmp_path, 3)
+    with ExitStack() as stack:
+        first, second = (SharedSteps(tmp_path, rank, 3, look_ahead=4) for rank in range(2))
+        stack.callback(first.close)
+        stack.callback(second.close)
+        assert first.step == 0
+        assert first.advance(1)
+        assert select.select([second], [], [], 10.0)[0] == [second]
+        second.clear_bell()
+        assert select.select([first, second], [], [], 0.0)[0] == []
+        assert (first.step, second.step) == (5, 5)
+        assert not second.advance(5)
+        assert second.advance(6)
+        assert not first.advance(10)
+        third = SharedSteps(tmp_path, 2, 3, look_ahead=4)
+        stack.callback(third.close)
+        assert (first.step, third.step) == (10, 10)
+        for step in range(10, 10_000, 4):  # more announcements than a bell holds
+            third.advance(step)
+        assert second.step == third.step == first.step > 9_998
 
 
 def test_a_place_is_taken_once() -> None:
