@@ -1,4 +1,4 @@
-"""The workers that are attached now, and what a router remembers of workers after they were detached."""
+"""The workers that are attached now, the weights they serve, and what a router remembers of detached ones."""
 
 import logging
 import time
@@ -10,6 +10,7 @@ from msgspec import structs
 
 from contract.errors import IncompatiblePeerError, InvalidRequestError
 from contract.identity import WORKER_ROLES, Role, worker_role
+from contract.layout import weights_of
 from contract.membership import LoadedWeights, Registration
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from router.concurrency import ChangeSignal
@@ -19,7 +20,6 @@ from router.routing.running_shares import Held, TotalCredit
 from router.routing.views import WorkerSize, WorkerViews, longest
 from router.workers.attached_worker import AttachedWorker
 from router.workers.order_stream import OrderStream
-from router.workers.served_weights import ServedWeights
 from router.workers.worker_calls import WorkerCalls
 
 _MAX_NAMES = 8192
@@ -35,6 +35,58 @@ def group_of(workers: Iterable[AttachedWorker], worker: AttachedWorker) -> list[
     """Return the workers of a worker's data-parallel group, which is the worker alone if it has none."""
     name = worker.registration.group
     return [other for other in workers if other.registration.group == name] if name else [worker]
+
+
+class ServedWeights:
+    """Owns the fingerprint of a router's weights: those of its first worker, until workers report a later reload.
+
+    KV and tokens of different weights must never meet (law 7). So a worker with other weights is refused when it attaches,
+    and detached as soon as it offers credit. While its weights are reloaded it offers none, so that it may report them later
+    than others do. epoch: the number of the reload; a greater one counts for all workers.
+    """
+
+    def __init__(self) -> None:
+        self.fingerprint: str | None = None
+        self.epoch = 0
+
+    def fits(self, fingerprint: str) -> bool:
+        """Return whether these weights are served; their dtype does not matter."""
+        return self.fingerprint is None or weights_of(fingerprint) == weights_of(self.fingerprint)
+
+    def accepts(self, loaded: LoadedWeights) -> bool:
+        """Return whether a worker with these weights may attach."""
+        return self.fits(loaded.model_fingerprint) or loaded.epoch > self.epoch
+
+    def adopt(self, loaded: LoadedWeights) -> None:
+        """Serve the weights that a worker has, if no others are served, or if their reload is a later one."""
+        if self.accepts(loaded):
+            self.fingerprint = loaded.model_fingerprint
+            self.epoch = max(self.epoch, loaded.epoch)
+
+    def on_loaded(
+        self, worker: AttachedWorker, loaded: LoadedWeights, workers: Iterable[AttachedWorker]
+    ) -> None:
+        """Record the weights that a worker has loaded, and what follows for it and the others."""
+        epoch = loaded.epoch
+        worker.registration = structs.replace(
+            worker.registration, model_fingerprint=loaded.model_fingerprint, weights_epoch=epoch
+        )
+        self.adopt(loaded)
+        for each in workers:
+            self.check(each)
+
+    def check(self, worker: AttachedWorker) -> None:
+        """Detach a worker that offers credit with other weights. Call it when one of these has changed."""
+        fingerprint = worker.registration.model_fingerprint
+        if worker.capacity.credit.max_requests and not self.fits(fingerprint):
+            logger.warning(
+                "worker %s is detached: it has weights with fingerprint %s, this router serves %s",
+                worker.name,
+                fingerprint,
+                self.fingerprint,
+            )
+            worker.leave()
+            worker.gone.set()
 
 
 class Registry:
