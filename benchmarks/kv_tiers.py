@@ -222,9 +222,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=Plan.rounds)
     parser.add_argument("--threads", type=int, default=Plan.threads)
     parser.add_argument("--context", type=int, default=Plan.context)
+    parser.add_argument("--requests", type=int, default=Plan.num_requests)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
-    plan = Plan(given.model, given.rounds, given.context, threads=given.threads)
+    plan = Plan(given.model, given.rounds, given.context, given.requests, threads=given.threads)
     figures = {"command": command_line("benchmarks.kv_tiers"), **measure(plan)}
     path = write_result("kv_tiers", figures, given.results)
     print(json.dumps(figures, indent=2), f"written to {path}", sep="\n")
