@@ -40,7 +40,7 @@ _LEAST_SPREAD = 0.02
 _DISTURBED = 3.0
 # A draft is computed if it gives this many times the tokens that its time would give otherwise: shares of right drafts, and
 # lengths of steps, are estimates.
-_LEAST_WORTH = 1.5
+_LEAST_WORTH = 1.2
 # What the share of right drafts of a request is taken to be at most before it had any.
 _UNTESTED = 0.7
 # Requests for drafts in a row for which nothing was found, after which a request is in doubt.
