@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 
 from contract.block_hash import BlockHash
+from contract.decoding import Count, json_decoder
 from contract.layout import KVLayout
 
 SUFFIX = ".slab"
@@ -33,7 +34,7 @@ class SlabHeader(msgspec.Struct, frozen=True):
 
     model: str
     layout: KVLayout
-    num_slots: int
+    num_slots: Count
     version: int = 1
 
     @property
@@ -73,9 +74,12 @@ class SlabHeader(msgspec.Struct, frozen=True):
         if xxhash.xxh3_64_intdigest(text) != check:
             raise ValueError("its header is damaged")
         try:
-            return msgspec.json.decode(text, type=cls)
+            return _decoder.decode(text)
         except msgspec.MsgspecError as error:
             raise ValueError(f"its header is of another version ({error})") from error
+
+
+_decoder: msgspec.json.Decoder[SlabHeader] = json_decoder(SlabHeader)
 
 
 class SlabEntry(NamedTuple):

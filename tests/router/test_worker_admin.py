@@ -137,6 +137,7 @@ async def test_a_figure_that_is_not_known_is_null() -> None:
         *("num_running", "num_waiting", "queued_prompt_tokens", "kv_cache_usage", "num_free_blocks"),
         *("prefix_hit_rate", "num_leases", "num_fetches", "step_seconds", "prefill_seconds_per_token"),
         *("ttft_seconds", "itl_seconds", "admin_address", "host", "gpu_used_bytes", "gpu_bytes", "group"),
+        "group_size",
     }
     assert (worker["role"], worker["state"], worker["build"]) == ("both", "serving", "7.8.9")
     assert (worker["pid"], worker["num_blocks"], worker["num_legs"]) == (4711, 100, 0)
