@@ -26,16 +26,25 @@ AT_REST_EMPTY = {
     "flips_total",
     "group_calls_total",
     "group_steps_total",
+    "kv_tier_bytes",
+    "kv_tier_evicted_blocks_total",
+    "kv_tier_failed_blocks_total",
+    "kv_tier_loaded_blocks_total",
+    "kv_tier_stored_blocks_total",
     "migrations_total",
     "num_batches",
     "request_errors_total",
     "request_replays_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_drafts_total",
     "transfer_converting_links_total",
     "transfer_failures_total",
     "transfer_stale_messages_total",
     "transfer_transport_left_total",
 }
-"""Metrics that have no series before the first event, without files_dir, or without a data-parallel group."""
+"""Metrics that have no series before the first event, or without what they count: files_dir, a group, a tier, guesses."""
 _BY_PROMETHEUS = {"__name__", "instance", "job", "le"}
 
 
