@@ -11,43 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from contract.block_hash import BlockHash, block_hash
 from contract.errors import SettingError
-from contract.layout import KVLayout
-from engine.kv_cache.memory import MappedKVMemory, PagedKVMemory, StagedKVMemory
+from engine.kv_cache.memory import PagedKVMemory
 from engine.kv_tiers.disk import DiskTier
 from engine.kv_tiers.slab import Slab, SlabEntry, SlabHeader
 from engine.kv_tiers.storage import BlockCopy
 from tests.soak_settings import soak_factor, soak_seed
+from tests.tier_pools import LAYOUT, content, hash_of, pool_of
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16")
-NUM_BLOCKS = 9
 ROOM = 2**16
 MODEL = "model@bfloat16"
 NUM_FLIPS = min(1000, 100 * soak_factor())
 """Bits that are flipped, one at a time: 1,000 in a soak."""
-
-
-def hash_of(number: int) -> BlockHash:
-    return block_hash(b"\0" * 16, [number])
-
-
-def pool_of(kind: str = "host") -> PagedKVMemory:
-    """Return a pool with content; a device's is reached through copies."""
-    memory: PagedKVMemory
-    if kind == "host":
-        memory = MappedKVMemory(LAYOUT, NUM_BLOCKS)
-    else:
-        memory = StagedKVMemory(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(5)
-    memory.pool[:] = torch.randn(memory.pool.shape, generator=generator)
-    return memory
-
-
-def content(memory: PagedKVMemory, *block_ids: int) -> list[bytes]:
-    return [memory.read_view(block_id).tobytes() for block_id in block_ids]
 
 
 def stored_copies(tier: DiskTier, blocks: range) -> list[BlockCopy]:
