@@ -39,12 +39,16 @@ _AGAIN_SECONDS = 0.1
 
 @dataclass
 class _Drain:
-    """A drain that is on. timer: for its deadline. were_moved: legs were left at the deadline."""
+    """A drain that is on. timer: for its deadline. were_moved: legs were left at the deadline.
+
+    is_counted: its first result was counted. A worker that was empty may lend again for a moment.
+    """
 
     began: float
     timer: asyncio.TimerHandle | None = None
     were_moved: bool = False
     is_empty: bool = False
+    is_counted: bool = False
 
     def stop_timer(self) -> None:
         if self.timer:
@@ -99,7 +103,7 @@ class Evacuation:
             return
         drain.stop_timer()
         self._changes.notify()
-        if credit.is_empty and not drain.is_empty:
+        if credit.is_empty:
             self._record(drain, "moved" if drain.were_moved else "empty")
         drain.is_empty = credit.is_empty
         if not credit.is_empty and not drain.were_moved:
@@ -178,8 +182,9 @@ class Evacuation:
         drain = self._drains.pop(worker, None)
         if drain:
             drain.stop_timer()
-            if not drain.is_empty:
-                self._record(drain, result)
+            self._record(drain, result)
 
     def _record(self, drain: _Drain, result: str) -> None:
-        self._metrics.on_end(result, self._clock() - drain.began)
+        if not drain.is_counted:
+            drain.is_counted = True
+            self._metrics.on_end(result, self._clock() - drain.began)

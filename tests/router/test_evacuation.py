@@ -1,6 +1,7 @@
 """A worker that drains loses its legs to other workers, and no request fails or counts a failure."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +37,11 @@ def drain(worker: ScriptedWorker, seconds: float, *, is_empty: bool = False) -> 
 
 async def until_draining(cluster: Cluster, *, is_on: bool = True) -> None:
     await cluster.until(lambda state: any(w["is_draining"] for w in state["workers"]) is is_on)
+
+
+def has_empty(is_one: bool, state: dict[str, Any]) -> bool:
+    """Return True if a worker is listed as empty, or if none is and ``is_one`` is False."""
+    return any(worker["is_empty"] for worker in state["workers"]) is is_one
 
 
 async def answering(cluster: Cluster) -> tuple[asyncio.Task[list[str]], ScriptedWorker]:
@@ -140,6 +146,18 @@ async def test_a_computed_prompt_outlives_the_drain_of_its_worker() -> None:
         await cluster.add(Role.DECODE, "new")
         drain(decode, 0.0)
         assert "".join(await asking) == ANSWER
+
+
+async def test_a_worker_that_is_empty_twice_has_drained_once() -> None:
+    async with running_cluster(stalling_at(2)) as cluster:
+        worker = cluster.workers["decode-0"]
+        for is_empty in (True, False, True):
+            drain(worker, LATER, is_empty=is_empty)
+            await cluster.until(partial(has_empty, is_empty))
+        assert await results(cluster) == {'{result="empty"}': 1}
+        await worker.stream.close()
+        await cluster.until(lambda state: len(state["workers"]) == 1)
+        assert await results(cluster) == {'{result="empty"}': 1}
 
 
 async def test_an_undone_drain_moves_nothing_and_the_worker_serves_again() -> None:
