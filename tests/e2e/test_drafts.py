@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from contract.identity import Role
-from tests.drafting_engines import copying_model
+from engine.scheduling.batch import drafting
+from tests.drafting_engines import FreeSteps, copying_model
 from tests.e2e.in_process import running_in_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -21,6 +22,12 @@ BODIES: list[dict[str, Any]] = [
     {"temperature": 0.5, "seed": 4, "max_tokens": 40, "structured_outputs": {"regex": "([h-o]{3}-){2,12}"}},
 ]
 PROMPTS = ["hijklmnohijk", "some text hijklmno and hij"]
+
+
+@pytest.fixture(autouse=True)
+def _free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make drafts worth their time however busy the machine is."""
+    monkeypatch.setattr(drafting, "StepCost", FreeSteps)
 
 
 async def answers(folder: Path, model: Path, roles: list[Role], speculate: str) -> tuple[list[Any], float]:
@@ -56,8 +63,7 @@ async def test_clients_read_the_same(tmp_path: Path, roles: list[Role]) -> None:
         folder.mkdir()
         found[speculate] = await answers(folder, model, roles, speculate)
     assert found["ngram"][0] == found["none"][0]
-    # How many depends on the times of steps: where they vary, fewer guesses are worth theirs.
-    assert found["ngram"][1] > 0 and found["none"][1] == 0
+    assert found["ngram"][1] > 50 and found["none"][1] == 0
     assert {choice["finish_reason"] for choices, _ in found["none"][0] for choice in choices} >= {
         "stop",
         "length",
