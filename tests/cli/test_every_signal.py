@@ -271,7 +271,13 @@ async def test_a_signal_at_any_moment_of_a_start_ends_a_service_and_leaves_nothi
             async with started(Path(folder), command(name, *files.arguments(name))) as running:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(running.process.wait(), moment)
-                assert running.process.returncode is None, f"{what}: {await running.errors()}"
+                if (
+                    running.process.returncode is not None
+                ):  # a quick machine has done the work before the signal
+                    errors = await running.errors()
+                    assert not COMMANDS[name].is_service and "Traceback" not in errors, f"{what}: {errors}"
+                    assert list(Path(folder).iterdir()) == [], what
+                    continue
                 code, errors = await running.end(number)
         assert code == expected(name, number) or (code == -number and moment < 1), f"{what}: {code}, {errors}"
         assert "Traceback" not in errors or code == -number, f"{what}: {errors}"
