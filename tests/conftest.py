@@ -40,3 +40,13 @@ def pytest_collection_finish() -> None:
 def demo_model() -> Path:
     """The folder of the demo model that is shipped in the package."""
     return Path(str(resources.files("kvbaton"))) / "demo_model"
+
+
+@pytest.fixture
+def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make drafts worth their time in engines of this process, however busy the machine is."""
+    # Imported here: most tests need no torch.
+    from engine.scheduling.batch import drafting
+    from tests.drafting_engines import FreeSteps
+
+    monkeypatch.setattr(drafting, "StepCost", FreeSteps)

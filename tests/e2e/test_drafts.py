@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from contract.identity import Role
-from engine.scheduling.batch import drafting
-from tests.drafting_engines import FreeSteps, copying_model
+from tests.drafting_engines import copying_model
 from tests.e2e.in_process import running_in_process
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("free_drafts")]
 
 BODIES: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 60, "stop": ["mnoh"]},
@@ -22,12 +21,6 @@ BODIES: list[dict[str, Any]] = [
     {"temperature": 0.5, "seed": 4, "max_tokens": 40, "structured_outputs": {"regex": "([h-o]{3}-){2,12}"}},
 ]
 PROMPTS = ["hijklmnohijk", "some text hijklmno and hij"]
-
-
-@pytest.fixture(autouse=True)
-def _free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make drafts worth their time however busy the machine is."""
-    monkeypatch.setattr(drafting, "StepCost", FreeSteps)
 
 
 async def answers(folder: Path, model: Path, roles: list[Role], speculate: str) -> tuple[list[Any], float]:

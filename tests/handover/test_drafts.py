@@ -13,12 +13,13 @@ from contract.outputs import EngineOutput
 from contract.requests import EngineRequest
 from contract.sampling import Grammar, SamplingParams
 from engine.client import InProcessClient
-from engine.scheduling.batch import drafting
 from engine.settings import EngineSettings
 from tests.checkpoints import EOS_ID
-from tests.drafting_engines import FreeSteps, copying_model
+from tests.drafting_engines import copying_model
 from tests.engine_pair import EnginePair, outputs_of, running_pair, tokens_of
 from tests.handover.handing_off import ping_pong
+
+pytestmark = pytest.mark.usefixtures("free_drafts")
 
 PROMPT = [1, 2, 3, *range(104, 112), *range(104, 112), 104, 105]
 CASES = {
@@ -28,12 +29,6 @@ CASES = {
         temperature=0.5, max_tokens=60, seed=5, grammar=Grammar("regex", "([h-o]{3}-){2,12}")
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make drafts worth their time however busy the machine is."""
-    monkeypatch.setattr(drafting, "StepCost", FreeSteps)
 
 
 @pytest.fixture(scope="module")
