@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +11,7 @@ from contract.block_hash import BlockHash
 from engine.connector import KVMemory
 from engine.kv_tiers.slab import SlabEntry
 from engine.kv_tiers.slab_folder import SlabFolder
-from engine.kv_tiers.storage import BlockCopy, digest_of, fill_blocks, read_blocks
+from engine.kv_tiers.storage import BlockCopy, digest_of, fill_blocks, read_blocks, settle_thread
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,7 @@ class DiskTier:
 
     def settle(self, timeout_seconds: float | None = None) -> bool:
         """See TierStorage."""
-        # One thread carries out everything in order.
-        return not wait([self._thread.submit(int)], timeout_seconds).not_done
+        return settle_thread(self._thread, timeout_seconds)
 
     def close(self) -> None:
         """See TierStorage."""

@@ -2,13 +2,13 @@
 
 import mmap
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from contract.errors import SettingError
 from engine.connector import KVMemory
-from engine.kv_tiers.storage import BlockCopy, digest_of, fill_blocks, read_blocks
+from engine.kv_tiers.storage import BlockCopy, digest_of, fill_blocks, read_blocks, settle_thread
 
 
 class HostTier:
@@ -65,8 +65,7 @@ class HostTier:
 
     def settle(self, timeout_seconds: float | None = None) -> bool:
         """See TierStorage."""
-        # One thread carries out everything in order.
-        return not wait([self._thread.submit(int)], timeout_seconds).not_done
+        return settle_thread(self._thread, timeout_seconds)
 
     def close(self) -> None:
         """See TierStorage; the memory goes when the last view does."""

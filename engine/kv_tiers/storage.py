@@ -5,7 +5,7 @@ in a thread of its own, and keeps a digest of each slot. A block is bytes to it:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
 
 import xxhash
@@ -79,6 +79,11 @@ class TierStorage(Protocol):
 
     def close(self) -> None:
         """Wait for the copy that has begun, and free the tier. The pool may be freed afterwards. May be called twice."""
+
+
+def settle_thread(thread: ThreadPoolExecutor, timeout_seconds: float | None) -> bool:
+    """Wait for what a tier's one thread was given before, which it does in order; return False if that takes longer."""
+    return not wait([thread.submit(int)], timeout_seconds).not_done
 
 
 def digest_of(content: memoryview, block_hash: BlockHash) -> int:
