@@ -33,7 +33,8 @@ _CHECKS_PER_TIMEOUT = 6
 _LAST_MESSAGES_SECONDS = 0.5
 # A process that was killed ends at once, unless the kernel frees much memory.
 _KILL_SECONDS = 5.0
-# The temporary folders that an engine's process makes: those of its ranks' channels, and of sockets that share its pool.
+# The temporary folders that an engine's process makes: for its ranks' channels, the sockets that share its pool, and the
+# memory of its data-parallel group.
 _FOLDERS = ("ranks", "shm", "group")
 
 

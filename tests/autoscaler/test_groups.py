@@ -160,7 +160,7 @@ async def test_a_group_with_a_missing_rank_is_one_worker_that_starts() -> None:
 
 
 async def test_a_load_orders_groups_and_not_ranks() -> None:
-    """The same load as of single workers, in half as many starts."""
+    """A pool of groups gets the load of a pool of single workers, and the autoscaler orders half as many starts."""
     numbers = []
     for policy, size in ((QUICK_POLICY, 1), (PAIRS, SIZE)):
         async with running_service((), policy=policy) as service:
