@@ -47,7 +47,7 @@ class RequestPath:
             unread,
             settings.max_replays,
             settings.max_worker_deaths,
-            Suspects(self.registry, self.changes),
+            Suspects(),
         )
         preparer = RequestPreparer(
             self.models,

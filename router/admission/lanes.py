@@ -76,10 +76,11 @@ class RoleTimeouts:
 
 
 class Lane(NamedTuple):
-    """The requests that have the same plan and fit the same workers."""
+    """The requests that have the same plan and fit the same workers. is_apart: some of these are full for them only."""
 
     plan: RequestPlan
     workers: frozenset[str]
+    is_apart: bool = False
 
 
 @dataclass(eq=False)
@@ -199,7 +200,7 @@ class Lanes:
             # a worker has rejected it because of its size, so to wait until that one starts again would not help
             seconds = 0.0 if request.too_small else self._wait_seconds
             waiting.timer = asyncio.get_running_loop().call_later(seconds, self._give_up, waiting)
-        return Lane(request.least_plan, found)
+        return Lane(request.least_plan, found, request.full is not None)
 
     def _give_up(self, waiting: WaitingRequest) -> None:
         """End the wait of a request that has fitted no worker for too long, or let a smaller worker cut its answer."""

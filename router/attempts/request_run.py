@@ -37,7 +37,7 @@ from router.tokens.delivery import AttemptOutput, TokenBatch
 from router.tokens.inbox import Consume, UnreadAccount, UnreadBytes
 from router.workers.attached_worker import AttachedWorker
 
-_NO_TURN = nullcontext(frozenset[str]())
+_NO_TURN = nullcontext(None)
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,10 @@ class RequestRun:
         request = self._placement_request(len(runs))
         deadline = self.request.deadline
         suspects = self._prompt.parts.suspects
-        turn = suspects.turn(self, request, deadline) if self.failures.is_suspect else _NO_TURN
+        turn = suspects.turn(self, deadline) if self.failures.is_suspect else _NO_TURN
         try:
             async with turn as occupied:
-                request = structs.replace(request, full=occupied) if occupied else request
+                request = structs.replace(request, full=occupied)
                 with await self._prompt.parts.queue.reserve(
                     request, _order(self.request, request), deadline
                 ) as reservation:

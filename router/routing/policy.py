@@ -55,9 +55,10 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     together at the most; with may_be_cut a worker that ends the answer earlier is chosen if no other is attached for a
     while. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed;
     they are chosen only if no other worker has their role, even if none has room. too_small: workers that rejected the
-    request because of its length, and others that must not be chosen. full: workers that count as full. is_replay: an
-    earlier attempt was begun. is_local: the plan's fallback is required, because handing over KV has failed again and
-    again. may_overdraw: it is so short that it is place_legs although all tokens of a worker are promised.
+    request because of its length, and others that must not be chosen. full: workers that count as full whenever the
+    request is considered, which may change while it waits; None for nearly all requests. is_replay: an earlier attempt was
+    begun. is_local: the plan's fallback is required, because handing over KV has failed again and again. may_overdraw: it
+    is so short that it is place_legs although all tokens of a worker are promised.
     """
 
     num_prompt_tokens: int
@@ -70,7 +71,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefer: str | None = None
     avoid: frozenset[str] = frozenset()
     too_small: frozenset[str] = frozenset()
-    full: frozenset[str] = frozenset()
+    full: Set[str] | None = None
     is_replay: bool = False
     is_local: bool = False
     may_overdraw: bool = False
@@ -185,8 +186,8 @@ def candidates(workers: WorkerViews, request: PlacementRequest) -> frozenset[str
 def awaited(workers: WorkerViews, request: PlacementRequest, taken: Set[str] = _NONE) -> frozenset[str]:
     """Return the ids of the workers that a request without room waits for, so that no later request takes their room.
 
-    These are the workers on which it can end, and those of its earlier legs if none of them has room. taken: workers that
-    count as full.
+    These are the workers on which it can end, and those of its earlier legs if none of them has room; none that is full for
+    this request only. taken: workers that count as full.
     """
     able = _fitting(workers, request)
     waits = [size for size in able if size.role in request.plan.end_roles]
@@ -194,7 +195,7 @@ def awaited(workers: WorkerViews, request: PlacementRequest, taken: Set[str] = _
     earlier = request.plan.roles[:-1]
     if not any(choice.has_room(ranked) for role in earlier for ranked in workers.ranked(role)):
         waits += [size for size in able if size.role in earlier]
-    return workers.members(frozenset(waits)) - request.too_small
+    return workers.members(frozenset(waits)).difference(request.too_small, request.full or _NONE)
 
 
 def why_too_long(workers: WorkerViews, request: PlacementRequest) -> str:
@@ -256,7 +257,7 @@ class _Choice:
         if (
             worker.size not in self._sizes
             or worker_id in self._taken
-            or worker_id in request.full
+            or (request.full is not None and worker_id in request.full)
             or worker_id in request.too_small
             or worker_id in excluded
         ):

@@ -123,9 +123,7 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     registry = Registry(changes)
     tasks = TaskSet()
     unread = UnreadBytes(10_000, 100_000)
-    runs = RequestRuns(
-        ThreeLegs(registry), UnreachablePairs(), unread, 3, 3, Suspects(registry, changes), kinds=KINDS
-    )
+    runs = RequestRuns(ThreeLegs(registry), UnreachablePairs(), unread, 3, 3, Suspects(), kinds=KINDS)
     metrics = RouterMetrics()
     cluster = router_tls(SECRET)
     server = grpc.aio.server(options=internal_server_options(3.0))
