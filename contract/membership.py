@@ -148,7 +148,11 @@ class ReloadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReloadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that a step of a reload is done. After "load": the fingerprint of the weights, or why none were read."""
+    """Reports that a step of a reload is done. After "load": the fingerprint of the weights, or why none were read.
+
+    is_lost: the former ones are gone, and the worker ends when the call has ended.
+    """
 
     model_fingerprint: str = ""
     error: str = ""
+    is_lost: bool = False

@@ -556,19 +556,23 @@ class ReloadReport(_message.Message):
 
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    IS_LOST_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """After load: the fingerprint of the weights that were read."""
     error: _builtins.str
     """After load: why none were read. The worker keeps those that it has, and offers no credit before the end of the call."""
+    is_lost: _builtins.bool
+    """After load: the worker has no weights any more, and ends when the call has ended."""
     def __init__(
         self,
         *,
         model_fingerprint: _builtins.str = ...,
         error: _builtins.str = ...,
+        is_lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "is_lost", b"is_lost", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,7 +79,7 @@ class Reload:
     async def load(self, epoch: int) -> ReloadReport:
         """Read the weights, and return their fingerprint, or why none were read. epoch: of this reload.
 
-        Raises UnavailableError if the engine has no weights any more: then this process ends.
+        If the engine has no weights any more, this process ends after the block, so that the router has read why.
         """
         self._epoch = epoch
         self._load = asyncio.create_task(self._engine.reload_weights(), name="reload the weights")
@@ -89,8 +89,7 @@ class Reload:
             # No end of the call: with credit, requests would be bound to the former weights while others load.
             return ReloadReport(error=error.message)
         except KvbatonError as error:
-            self._lost.set()
-            raise UnavailableError(error.message) from error
+            return ReloadReport(error=error.message, is_lost=True)
 
     def keep_epoch(self, epoch: int) -> None:
         """Count the weights that were read as those of this reload. 0: the router serves others, and will refuse them."""

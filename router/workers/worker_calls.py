@@ -126,10 +126,12 @@ class ReloadCall:
     async def load(self, epoch: int) -> str:
         """Let it read its weights; return their fingerprint. epoch: the number of the reload.
 
-        Raises IncompatiblePeerError if it keeps those that it has.
+        Raises IncompatiblePeerError if it keeps those that it has, WorkerLostError if it has none any more.
         """
         await self._send(ReloadOrder(step="load", epoch=epoch))
         report = await self._next_report()
+        if report.is_lost:
+            raise WorkerLostError(f"worker {self.worker_id} ends: {report.error}")
         if report.error:
             raise IncompatiblePeerError(f"worker {self.worker_id} keeps its former weights: {report.error}")
         return report.model_fingerprint

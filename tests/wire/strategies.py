@@ -218,7 +218,7 @@ credits = st.builds(
 roles = st.builds(RoleOrder, role=TEXTS, epoch=_EPOCH)
 loaded_weights = st.builds(LoadedWeights, model_fingerprint=TEXTS, epoch=_EPOCH)
 reload_orders = st.builds(ReloadOrder, step=TEXTS, epoch=_EPOCH)
-reload_reports = st.builds(ReloadReport, model_fingerprint=TEXTS, error=TEXTS)
+reload_reports = st.builds(ReloadReport, model_fingerprint=TEXTS, error=TEXTS, is_lost=st.booleans())
 drains = st.builds(DrainOrder, deadline_seconds=st.none() | _DRAIN_SECONDS)
 credit_uses = st.builds(CreditUse, **_USE)
 hand_offs = st.tuples(

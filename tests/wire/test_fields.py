@@ -248,8 +248,8 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
     ),
     (ReloadOrder(step="load", epoch=4), pb.ReloadOrder(step="load", epoch=4)),
     (
-        ReloadReport(model_fingerprint="w@float32", error="why"),
-        pb.ReloadReport(model_fingerprint="w@float32", error="why"),
+        ReloadReport(model_fingerprint="w@float32", error="why", is_lost=True),
+        pb.ReloadReport(model_fingerprint="w@float32", error="why", is_lost=True),
     ),
     (
         CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4, needs_role=True),

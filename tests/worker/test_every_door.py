@@ -113,7 +113,7 @@ async def service(folder: Path) -> AsyncIterator[dict[str, Door]]:
 async def transfer_ports(_folder: Path) -> AsyncIterator[dict[str, Door]]:
     """Run two workers' connectors over TCP."""
     before = listening()
-    with pair_of(Sides(*[{"peer_timeout_seconds": 2.0, "read_timeout_seconds": 2.0}] * 2)) as pair:
+    with pair_of(Sides(*[{"peer_timeout_seconds": 10.0, "read_timeout_seconds": 10.0}] * 2)) as pair:
         controls = {worker.driver.address for worker in (pair.prefill, pair.decode)}
         numbers = iter(range(99))
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import IncompatiblePeerError, KvbatonError, SettingError, UnavailableError
+from contract.errors import (
+    IncompatiblePeerError,
+    KvbatonError,
+    SettingError,
+    UnavailableError,
+    WorkerLostError,
+)
 from engine.settings import EngineSettings
 from protos import worker_pb2 as pb
 from router.workers.attached_worker import AttachedWorker
@@ -132,8 +138,9 @@ async def test_a_worker_that_has_lost_its_weights_ends(tmp_path: Path) -> None:
         executor.reload_errors["reload_weights"] = KvbatonError("a shard is damaged")
         async with views[0].calls.reloading() as call:
             await call.close()
-            with pytest.raises(KvbatonError, match="a shard is damaged"):
+            with pytest.raises(WorkerLostError, match=r"worker w ends: .*: a shard is damaged"):
                 await call.load(7)
+            assert not it.run.done()
         with pytest.raises(UnavailableError, match="could not be reloaded, and the former ones are gone"):
             await asyncio.wait_for(it.run, 20)
 
