@@ -1,21 +1,24 @@
 """Executors call methods on the ranks of one engine: a single one in the caller's process, several in their own."""
 
+import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from contract.errors import InternalError
+from contract.errors import InternalError, KvbatonError
 from contract.layout import KVLayout
 from engine.compute.forward import MakeForward
 from engine.compute.runner import ModelRunner
 from engine.connector import RanksConnector
 from engine.distributed.messages import MethodTypes, arguments_of
 from engine.distributed.rank_pool import RankPool
-from engine.kv_cache.sizing import HostProbe, MemoryProbe
-from engine.kv_tiers.disk import DiskTier
-from engine.kv_tiers.host import HostTier
+from engine.kv_cache.sizing import MemoryProbe
+from engine.kv_tiers.orders import TierOrder
+from engine.kv_tiers.rank_tiers import open_tiers
 from engine.kv_tiers.storage import TierStorage
+from engine.kv_tiers.tier_group import TierGroup
 from engine.models.config import ModelInfo
 from engine.outputs import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
@@ -46,7 +49,7 @@ class Executor(Protocol):
 
         ``shutdown`` closes them. Raises SettingError for a size that cannot be, and a folder that cannot be used.
         """
-        return []  # several ranks have none
+        return []
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step on all ranks; return the first rank's result."""
@@ -114,14 +117,7 @@ class InProcessExecutor(Executor):
 
     def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
         """See Executor."""
-        if settings.host_kv_bytes:
-            free_bytes = HostProbe().read().free_bytes
-            self._tiers.append(HostTier(self.runner.memory, settings.host_kv_bytes, free_bytes))
-        if settings.disk_kv_dir is not None:
-            model = self.model_info.fingerprint
-            self._tiers.append(
-                DiskTier(self.runner.memory, settings.disk_kv_dir, settings.disk_kv_bytes, model)
-            )
+        self._tiers = open_tiers(settings, self.runner.memory, self.model_info.fingerprint)
         return self._tiers
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
@@ -167,6 +163,7 @@ class RanksExecutor(Executor):
         self._types = MethodTypes()
         self._layout: KVLayout | None = None
         self._connector: RanksConnector | None = None
+        self._tiers: TierGroup | None = None
         self._num_begun = 0
         # The newest step, if it was begun ahead: the ranks do not have its masks yet.
         self._without_masks: SchedulerOutput | None = None
@@ -223,8 +220,30 @@ class RanksExecutor(Executor):
         self.collective_rpc("open_connector", plans)
         connector.begin()
 
+    def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
+        """See Executor; each rank opens its part, by the settings that it was started with."""
+        if not settings.host_kv_bytes and settings.disk_kv_dir is None:
+            return []
+        # Copies, since the pool closes its own before the last report may have been read.
+        reports = [
+            Connection(os.dup(process.channel.tier_reports.fileno()), writable=False)
+            for process in self._pool.processes
+        ]
+        self._tiers = TierGroup(reports, self._order_kv_tiers)
+        return [*self._tiers.open(self.collective_rpc("open_kv_tiers"))]
+
+    def _order_kv_tiers(self, orders: list[TierOrder]) -> bool:
+        """Send orders to the ranks' KV tiers without a step, if the ring has room for that; return whether it has."""
+        if self._pool.is_attentive:
+            call = self._types.encode_call("order_kv_tiers", (orders,), None, is_answered=False)
+            self._pool.call(call, is_step=False, is_answered=False)
+            return True
+        return False
+
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See Executor; only rank 0 sends its result."""
+        if self._tiers is not None:
+            scheduled.kv_tier_orders = self._tiers.pop_orders()
         if not self.runs_ahead:
             self._pool.call(self._types.encode_call("execute_model", (scheduled,), 0), is_step=True)
             return partial(self._result, "execute_model")
@@ -267,7 +286,12 @@ class RanksExecutor(Executor):
 
     def shutdown(self) -> None:
         """See Executor."""
+        with suppress(KvbatonError):  # the ranks may have ended
+            if self._tiers is not None:
+                self._tiers.flush()  # content that was dropped must not come back at the next start
         self._pool.end()
+        if self._tiers is not None:
+            self._tiers.close()
         if self._connector is not None:
             self._connector.close()
 

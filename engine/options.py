@@ -103,12 +103,12 @@ class KVCacheOptions(Options):
     """Reuse the KV of finished requests for prompts with the same prefix."""
     host_kv_bytes: int = Field(default=0, ge=0)
     """Host memory of each worker for copies of full KV blocks, which a resumed request or a prompt with the same prefix
-    loads instead of computing them again; 0: none."""
+    loads instead of computing them again; its ranks have equal parts. 0: none."""
     disk_kv_dir: Path | None = None
-    """Folder for copies of full KV blocks that survive a restart; a worker with a name uses a folder of that name in it. One
-    engine uses it at a time. Unset: none."""
+    """Folder for copies of full KV blocks that survive a restart; a worker with a name uses a folder of that name in it, and
+    each of several ranks one in that. One engine uses it at a time. Unset: none."""
     disk_kv_bytes: int = Field(default=16 * 2**30, ge=1)
-    """Size of the files in disk_kv_dir."""
+    """Size of the files in disk_kv_dir; the ranks of a worker have equal parts."""
     remote_kv_timeout_seconds: float = Field(default=300.0, gt=0)
     """Time that a request may wait for KV before it ends with an error; a dead worker is detected sooner."""
 

@@ -1,6 +1,7 @@
 """The data that scheduler and runner exchange in one step. No tensors.
 
-The names are those of vLLM's V1 engine. ``kv_connector_metadata`` carries this step's orders to the ranks' data halves;
+The names are those of vLLM's V1 engine. ``kv_connector_metadata`` carries this step's orders to the ranks' data halves, and
+``kv_tier_orders`` those to the KV tiers of several ranks;
 ``finished_sending`` and ``finished_recving`` are their completions: a prompt's KV has left (its blocks may be freed)
 or has arrived and was verified (the request may run).
 """
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
+from engine.kv_tiers.orders import TierOrder
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class SchedulerOutput:
     structured_output_request_ids: dict[str, int] = field(default_factory=dict)
     grammar_bitmask: NDArray[np.int32] | None = None
     kv_connector_metadata: Any | None = None
+    kv_tier_orders: list[TierOrder] = field(default_factory=list)
 
     @property
     def is_decode_only(self) -> bool:

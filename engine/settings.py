@@ -45,7 +45,4 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
                     f"{given}, and blocks are found by their prefix: set enable_prefix_caching, or {without}"
                 )
                 raise SettingError(message, param=name)
-            if self.tensor_parallel_size > 1:
-                message = f"{given}, and workers of several ranks have no tier: {without}, or set tensor_parallel_size to 1"
-                raise SettingError(message, param=name)
         return self

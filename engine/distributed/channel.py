@@ -15,7 +15,9 @@ import os
 import socket
 import struct
 import tempfile
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -54,6 +56,13 @@ class Ring:
         self._num_written = 0
 
     @property
+    def num_unread(self) -> int:
+        """The number of messages that the slowest reader has not read; in the writer's view."""
+        return self._num_written - min(
+            self._words[self._counter(reader)] for reader in range(self._num_readers)
+        )
+
+    @property
     def num_written(self) -> int:
         """The number of messages that the writer has completed, in any view."""
         return max(self._words[self._slot(number)[0]] for number in range(1, self._num_slots + 1))
@@ -62,10 +71,7 @@ class Ring:
         """Write the next message. Raises InternalError, and writes nothing, if the slowest reader is a ring behind."""
         if len(payload) > self._slot_bytes:
             raise InternalError(f"{len(payload)} bytes do not fit into a slot of {self._slot_bytes}")
-        behind = self._num_written - min(
-            self._words[self._counter(reader)] for reader in range(self._num_readers)
-        )
-        if behind >= self._num_slots:
+        if (behind := self.num_unread) >= self._num_slots:
             raise InternalError(
                 f"a reader is {behind} messages behind, and there are {self._num_slots} slots"
             )
@@ -215,11 +221,20 @@ def read_message(ring: Ring, reader: int, large: LargeSocket) -> bytes:
     return large.receive(*_LENGTH.unpack(slot[1:]))
 
 
+class RankDescriptors(NamedTuple):
+    """The rank's end of its channel, as its process inherits it."""
+
+    doorbell: int
+    answers: int
+    tier_reports: int
+
+
 class RankChannel:
     """An executor's end of the channel to one rank.
 
-    theirs: holds the rank's end (doorbell, answers' ring) open here, until its process has inherited it. Raises SettingError
-    if the path of the temporary folder is too long for a socket.
+    theirs: holds the rank's end, ``descriptors``, open here, until its process has inherited it. tier_reports: our end of
+    the pipe over which the rank's KV tiers report. Raises SettingError if the path of the temporary folder is too
+    long for a socket.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", path: Path) -> None:
@@ -237,8 +252,10 @@ class RankChannel:
             self.theirs.callback(os.close, descriptor)
             self._answers = answers_ring(descriptor)
             undo.callback(self._answers.close)
-            self.their_doorbell = their_bell.fileno()
-            self.their_answers = descriptor
+            self.tier_reports, their_reports = Pipe(duplex=False)
+            self.theirs.callback(their_reports.close)
+            undo.callback(self.tier_reports.close)
+            self.descriptors = RankDescriptors(their_bell.fileno(), descriptor, their_reports.fileno())
             self._owned = undo.pop_all()
 
     @property

@@ -5,7 +5,9 @@ The annotations of ``RankRunner`` give the types of arguments and results.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
+from multiprocessing.connection import Connection
 from typing import Any, get_type_hints
 
 import msgspec
@@ -15,6 +17,9 @@ from contract.decoding import msgpack_decoder
 from contract.errors import ErrorKind, InternalError
 from engine.compute.runner import ModelRunner
 from engine.distributed.group import RankGroup
+from engine.kv_tiers.orders import OpenedTier, TierOrder
+from engine.kv_tiers.rank_tiers import RankTiers, open_tiers
+from engine.kv_tiers.storage import RankPlace
 from engine.outputs import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
 
@@ -22,10 +27,17 @@ _Decoder = msgspec.msgpack.Decoder[Any]
 
 
 class RankRunner(ModelRunner):
-    """A ModelRunner whose steps may be begun ahead by calls. All ranks get the same calls in the same order."""
+    """A ModelRunner whose steps may be begun ahead by calls. All ranks get the same calls in the same order.
 
-    def __init__(self, settings: EngineSettings, group: RankGroup) -> None:
+    tier_reports: the pipe over which its KV tiers report, if it may have any; owned.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, group: RankGroup, tier_reports: Connection | None = None
+    ) -> None:
         super().__init__(settings, group=group)
+        self._tier_reports = tier_reports
+        self._tiers: RankTiers | None = None
         # Steps that are not finished, and what waits for each.
         self._begun: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
 
@@ -36,6 +48,33 @@ class RankRunner(ModelRunner):
     def get_runs_ahead(self) -> bool:
         """Return ``runs_ahead``."""
         return self.runs_ahead
+
+    def open_kv_tiers(self) -> list[OpenedTier]:
+        """Open this rank's part of the KV tiers; after the KV start-up. Raises SettingError, see ``open_tiers``."""
+        if self._tier_reports is None:
+            raise InternalError("the KV tiers of this rank have nowhere to report to")
+        place = RankPlace(self._group.rank, self._group.size)
+        opening = partial(open_tiers, self._settings, self.memory, self.model_info.fingerprint, place)
+        self._tiers = RankTiers(opening, self._tier_reports)
+        return self._tiers.opened()
+
+    def order_kv_tiers(self, orders: list[TierOrder]) -> None:
+        """Begin what the KV tiers are ordered to do."""
+        if self._tiers is not None:
+            self._tiers.carry_out(orders)
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See ModelRunner; begins the step's orders to the KV tiers before it, as copies and steps run beside each other."""
+        self.order_kv_tiers(scheduled.kv_tier_orders)
+        return super().begin(scheduled)
+
+    def shutdown(self) -> None:
+        """See ModelRunner; closes the KV tiers before the pool that they copy from and to."""
+        if self._tiers is not None:
+            self._tiers.close()
+        if self._tier_reports is not None:
+            self._tier_reports.close()
+        super().shutdown()
 
     def begin_step(self, scheduled: SchedulerOutput, masks: GrammarOutput | None) -> None:
         """Begin a step; see ``begin``. masks: those of the step before, if it was begun without them."""
@@ -54,9 +93,10 @@ class RankRunner(ModelRunner):
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of a rank process.
 
-    doorbell, calls, answers, connector_socket, store: inherited descriptors. connector_socket: for the rank's half of a
-    connector, if it gets one. large_address: of the socket for payloads that fit into no slot. store: rank 0's listening
-    socket, None elsewhere. store_port: where the ranks find each other.
+    doorbell, calls, answers, tier_reports, connector_socket, store: inherited descriptors. tier_reports: for reports of the
+    rank's KV tiers. connector_socket: for the rank's half of a connector, if it gets one. large_address: of the socket for
+    payloads that fit into no slot. store: rank 0's listening socket, None elsewhere. store_port: where the ranks find each
+    other.
     """
 
     rank: int
@@ -65,6 +105,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     doorbell: int
     calls: int
     answers: int
+    tier_reports: int
     connector_socket: int
     large_address: str
     store: int | None

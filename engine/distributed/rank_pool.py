@@ -84,9 +84,8 @@ class RankProcess:
                         rank=rank,
                         size=self._size,
                         settings=plan.settings,
-                        doorbell=self.channel.their_doorbell,
                         calls=plan.calls,
-                        answers=self.channel.their_answers,
+                        **self.channel.descriptors._asdict(),
                         connector_socket=self.connector_descriptor,
                         large_address=self.channel.large_address,
                         store=plan.store.fileno() if rank == 0 else None,
@@ -167,6 +166,7 @@ def _start(plan: RankPlan) -> "subprocess.Popen[bytes]":
         plan.doorbell,
         plan.calls,
         plan.answers,
+        plan.tier_reports,
         plan.connector_socket,
         *([] if plan.store is None else [plan.store]),
     ]
@@ -197,6 +197,11 @@ class RankPool:
             self._watch = RankWatch(self.processes, timeouts)
             self._watch.start()
             undo.pop_all()
+
+    @property
+    def is_attentive(self) -> bool:
+        """True if the ranks have read every call. Then one that is not answered does not fill the ring."""
+        return not self._is_ended and self._calls.num_unread == 0
 
     def call(self, payload: bytes, is_step: bool, *, is_answered: bool = True) -> None:
         """Send a call to all ranks; ``answers`` must follow if they answer it."""

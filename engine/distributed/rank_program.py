@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
 
 import msgspec
 import torch
@@ -88,7 +89,8 @@ class RankLoop:
         self._answers.close()
 
     def _begin(self) -> Returned:
-        self._runner = RankRunner(self._plan.settings, _join(self._plan))
+        reports = Connection(self._plan.tier_reports, readable=False)
+        self._runner = RankRunner(self._plan.settings, _join(self._plan), reports)
         return Returned()
 
     def _carry_out(self, call: RankCall) -> Returned:

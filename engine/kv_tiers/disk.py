@@ -9,9 +9,17 @@ from typing import TypeVar
 
 from contract.block_hash import BlockHash
 from engine.connector import KVMemory
-from engine.kv_tiers.slab import SlabEntry
+from engine.kv_tiers.slab import SlabEntry, SlabHeader
 from engine.kv_tiers.slab_folder import SlabFolder
-from engine.kv_tiers.storage import BlockCopy, digest_of, fill_blocks, read_blocks, settle_thread
+from engine.kv_tiers.storage import (
+    ALONE,
+    BlockCopy,
+    RankPlace,
+    digest_of,
+    fill_blocks,
+    read_blocks,
+    settle_thread,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,18 +29,29 @@ _T = TypeVar("_T")
 class DiskTier:
     """Fulfils ``TierStorage`` with files in a folder, which one engine uses at a time.
 
-    found: what earlier engines have left there. If the disk fails, the tier is off from then on. Raises SettingError; see
-    ``SlabFolder``.
+    Of several ranks, each has a folder in ``path``, and an equal part of ``num_bytes``. found: what earlier engines have
+    left there. on_failure: called with the reason, once, in the tier's thread, if the disk fails; the tier is off from then
+    on. Raises SettingError; see ``SlabFolder``.
     """
 
     name = "disk"
     outlives_engine = True
+    has_orders = False
 
-    def __init__(self, memory: KVMemory, path: Path, num_bytes: int, model: str) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        path: Path,
+        num_bytes: int,
+        model: str,
+        place: RankPlace = ALONE,
+        on_failure: Callable[[str], None] = logger.warning,
+    ) -> None:
         self.is_off = False
         self._memory = memory
-        self._path = path
-        self._folder = SlabFolder(path, num_bytes, model, memory.layout)
+        self._on_failure = on_failure
+        folder = path if place.num_ranks == 1 else path / f"rank-{place.rank}"
+        self._folder = SlabFolder(folder, num_bytes, SlabHeader(model, memory.layout, 0, *place))
         self.num_slots = self._folder.num_slots
         self.slot_bytes = memory.layout.block_bytes
         entries = sorted(self._folder.entries, key=lambda one: one[1].number)
@@ -40,7 +59,7 @@ class DiskTier:
         self._digests = {slot: entry.digest for slot, entry in entries}
         self._numbers = count(entries[-1][1].number + 1 if entries else 1)
         self._thread = ThreadPoolExecutor(1, "kv-disk-tier")
-        logger.info("%s has %d blocks of KV, and room for %d", path, len(entries), self.num_slots)
+        logger.info("%s has %d blocks of KV, and room for %d", folder, len(entries), self.num_slots)
 
     def store(self, copies: Sequence[BlockCopy]) -> "Future[int]":
         """See TierStorage."""
@@ -75,7 +94,9 @@ class DiskTier:
             return action(argument)
         except OSError as error:
             self.is_off = True
-            logger.warning("%s: the KV tier on this disk is off until the next start: %s", self._path, error)
+            self._on_failure(
+                f"{self._folder.path}: the KV tier on this disk is off until the next start: {error}"
+            )
             return 0
 
     def _store(self, copies: Sequence[BlockCopy]) -> int:

@@ -14,20 +14,23 @@ from engine.kv_tiers.storage import BlockCopy, digest_of, fill_blocks, read_bloc
 class HostTier:
     """Fulfils ``TierStorage`` with host memory. Raises SettingError if not one block fits.
 
-    num_bytes: the most that the slots may have. free_bytes: the host's free memory, which must have room for them.
+    num_bytes: the most that the slots of all ranks may have; each rank has an equal part. free_bytes: the host's free
+    memory, which must have room for them.
     """
 
     name = "host"
     found = ()
     outlives_engine = False
     is_off = False
+    has_orders = False
 
-    def __init__(self, memory: KVMemory, num_bytes: int, free_bytes: int) -> None:
+    def __init__(self, memory: KVMemory, num_bytes: int, free_bytes: int, num_ranks: int = 1) -> None:
         self.slot_bytes = memory.layout.block_bytes
-        self.num_slots = num_bytes // self.slot_bytes
+        self.num_slots = num_bytes // num_ranks // self.slot_bytes
         if self.num_slots < 1:
             raise SettingError(
-                f"host_kv_bytes is {num_bytes} bytes, and one block has {self.slot_bytes}; raise it, or set it to 0",
+                f"host_kv_bytes is {num_bytes} bytes, and one block has {self.slot_bytes * num_ranks}; raise it, or set it"
+                " to 0",
                 param="host_kv_bytes",
             )
         if num_bytes > free_bytes:

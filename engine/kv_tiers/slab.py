@@ -1,8 +1,9 @@
 """One file of the tier on a disk: a header, a table with an entry for each slot, and the slots with the blocks' bytes.
 
-The header names the model and the layout of its KV, so that a file is used only for KV that is equal to its own. An entry is
-written behind its block, and cleared before it, so that a process that is killed leaves no entry for a part of a block.
-What the system itself loses (writes are not synchronised) is damage, which digests and the checks of entries reveal.
+The header names the model, the layout of its KV and the rank that has it, so that a file is used only for KV that is equal
+to its own. An entry is written behind its block, and cleared before it, so that a process that is killed leaves no entry for
+a part of a block. What the system itself loses (writes are not synchronised) is damage, which digests and the checks of
+entries reveal.
 """
 
 import os
@@ -15,7 +16,7 @@ import msgspec
 import xxhash
 
 from contract.block_hash import BlockHash
-from contract.decoding import Count, json_decoder
+from contract.decoding import Count, Positive, json_decoder
 from contract.layout import KVLayout
 
 SUFFIX = ".slab"
@@ -30,11 +31,13 @@ _EMPTY = bytes(_ENTRY.size)
 
 
 class SlabHeader(msgspec.Struct, frozen=True):
-    """The content of a slab: KV of ``model`` (its fingerprint) in blocks of ``layout``."""
+    """The content of a slab: KV of ``model`` (its fingerprint) in blocks of ``layout``, which one rank of several has."""
 
     model: str
     layout: KVLayout
-    num_slots: Count
+    num_slots: Count = 0
+    rank: Count = 0
+    num_ranks: Positive = 1
     version: int = 1
 
     @property

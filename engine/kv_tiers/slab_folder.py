@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from contract.errors import SettingError
-from contract.layout import KVLayout
 from engine.kv_tiers.slab import SUFFIX, Slab, SlabEntry, SlabHeader
 
 logger = logging.getLogger(__name__)
@@ -21,19 +20,21 @@ _SLAB_BYTES = 2**30
 
 
 class SlabFolder:
-    """Owns the slabs in a folder that have this model and layout, and numbers their slots; others are left alone.
+    """Owns the slabs in a folder that have the content of ``header``, and numbers their slots; others are left alone.
 
-    num_bytes: the most that these files may have. model: the fingerprint of the weights. entries: the slots that had content
-    at the start. Raises SettingError if the folder cannot be used, is in use, or has no room.
+    num_bytes: the most that these files and those of the other ranks may have together; each rank has an equal part.
+    entries: the slots that had content at the start. Raises SettingError if the folder cannot be used, is in use, or has no
+    room.
     """
 
-    def __init__(self, path: Path, num_bytes: int, model: str, layout: KVLayout) -> None:
+    def __init__(self, path: Path, num_bytes: int, header: SlabHeader) -> None:
+        self.path = path
         self._resources = ExitStack()
         with ExitStack() as undo:
             undo.enter_context(self._resources)
             try:
                 self._lock(path)
-                self._slabs = self._open(path, num_bytes, SlabHeader(model, layout, 0))
+                self._slabs = self._open(path, num_bytes, header)
                 self.entries = list(self._find_entries())
             except OSError as error:
                 raise SettingError(
@@ -96,12 +97,14 @@ class SlabFolder:
     def _open(self, path: Path, num_bytes: int, header: SlabHeader) -> list[Slab]:
         """Open the slabs that can be used, in the order of their names, and create what is missing."""
         slabs: list[Slab] = []
+        part = num_bytes // header.num_ranks
         for file in sorted(path.glob(f"*{SUFFIX}")):
-            why_not = self._add_slab(slabs, file, num_bytes, header)
+            why_not = self._add_slab(slabs, file, part, header)
             if why_not:
                 logger.warning("%s is not used, and not changed: %s", file, why_not)
-        num_left = num_bytes - sum(slab.header.num_bytes for slab in slabs)
-        num_missing = num_left + sum(slab.num_missing_bytes for slab in slabs)
+        num_left = part - sum(slab.header.num_bytes for slab in slabs)
+        # The other ranks' folders are on this disk, too, and miss as much.
+        num_missing = (num_left + sum(slab.num_missing_bytes for slab in slabs)) * header.num_ranks
         disk = os.statvfs(path)
         num_free = disk.f_bavail * disk.f_frsize
         if num_missing > num_free:
@@ -117,7 +120,8 @@ class SlabFolder:
         if not slabs and not new:
             one = msgspec.structs.replace(header, num_slots=1)
             raise SettingError(
-                f"disk_kv_bytes is {num_bytes} bytes, and a file with one block has {one.num_bytes}; raise it",
+                f"disk_kv_bytes is {num_bytes} bytes, and a file with one block has"
+                f" {one.num_bytes}{f' on each of {one.num_ranks} ranks' if one.num_ranks > 1 else ''}; raise it",
                 param="disk_kv_bytes",
             )
         names = (path / f"kv-{number:04}{SUFFIX}" for number in count())
@@ -127,7 +131,7 @@ class SlabFolder:
             slabs.append(slab)
         return slabs
 
-    def _add_slab(self, slabs: list[Slab], file: Path, num_bytes: int, header: SlabHeader) -> str | None:
+    def _add_slab(self, slabs: list[Slab], file: Path, part: int, header: SlabHeader) -> str | None:
         """Open a file, and add it; return why it is not used, if so. Raises OSError."""
         try:
             slab = Slab.open(file)
@@ -136,11 +140,13 @@ class SlabFolder:
         found = slab.header
         why_not = None
         if found != msgspec.structs.replace(header, num_slots=found.num_slots):
-            why_not = f"it has KV of model {found.model} in {found.layout} (version {found.version})"
-        elif found.num_bytes > num_bytes - sum(one.header.num_bytes for one in slabs):
             why_not = (
-                f"with its {found.num_bytes} bytes the files would have more than disk_kv_bytes ({num_bytes})"
+                f"it has KV of model {found.model} in {found.layout}, of rank {found.rank} of {found.num_ranks}"
+                f" (version {found.version})"
             )
+        elif found.num_bytes > part - sum(one.header.num_bytes for one in slabs):
+            of_rank = f" of rank {found.rank}" if found.num_ranks > 1 else ""
+            why_not = f"with its {found.num_bytes} bytes the files{of_rank} would have more than disk_kv_bytes ({part})"
         if why_not:
             slab.close()
             return why_not

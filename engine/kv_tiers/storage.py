@@ -25,6 +25,16 @@ class BlockCopy(NamedTuple):
     block_hash: BlockHash
 
 
+class RankPlace(NamedTuple):
+    """A rank among those of its engine."""
+
+    rank: int
+    num_ranks: int
+
+
+ALONE = RankPlace(0, 1)
+
+
 class TierStorage(Protocol):
     """The bytes of one tier. Called from the step thread; no call waits for a copy but ``settle`` and ``close``."""
 
@@ -51,6 +61,10 @@ class TierStorage(Protocol):
     @property
     def is_off(self) -> bool:
         """True if the storage has failed: then it stores and loads nothing any more."""
+
+    @property
+    def has_orders(self) -> bool:
+        """True while what it was given waits for a step, with which it travels to the ranks, or for ``settle``."""
 
     def store(self, copies: Sequence[BlockCopy]) -> "Future[int]":
         """Copy blocks from the pool to slots; return how many of them, from the first on, were stored.

@@ -68,8 +68,8 @@ class SchedulerState(SchedulerInterface):
         """See SchedulerInterface."""
         tiers = self.remote_kv.tiers
         # What a tier has stored is recorded after any step; it is no reason to decide a step anew.
-        has_stored = tiers is not None and tiers.has_stored
-        return bool(self.queues.running.requests) or self.has_changes() or has_stored
+        is_awaited = tiers is not None and tiers.needs_step
+        return bool(self.queues.running.requests) or self.has_changes() or is_awaited
 
     def has_changes(self) -> bool:
         """Return whether something has happened since the last step was decided."""

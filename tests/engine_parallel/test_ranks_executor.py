@@ -25,6 +25,7 @@ from engine.distributed.channel import SLOT_BYTES
 from engine.distributed.messages import Raised, cause_of
 from engine.executor import Executor, InProcessExecutor, RanksExecutor, create_executor
 from engine.kv_cache.startup import KVCacheConfig, KVCacheSpec, initialize_kv_cache
+from engine.kv_tiers.storage import BlockCopy
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.settings import EngineSettings
 from tests.checkpoints import load_reference, make_checkpoint, reference_greedy, replace_weights
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.timeout(300)
 
 STOPPED_SECONDS = 2.0
 SILENT_SECONDS = 15.0
+HOST_KV_BYTES = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(model: Path) -> Iterator[RanksExecutor]:
     """Two ranks, for tests that do not break them."""
-    executor = start(model)
+    executor = start(model, host_kv_bytes=HOST_KV_BYTES)
     yield executor
     executor.shutdown()
 
@@ -175,6 +177,22 @@ def test_all_ranks_reload_their_weights(ranks: RanksExecutor, model: Path) -> No
         assert (ranks.model_info == info) == (seed == 0)
         golden = reference_greedy(load_reference(model), prompt, 1)
         assert ranks.execute_model(step).sampled_token_ids == [golden]
+
+
+def test_orders_for_kv_tiers_travel_with_steps_or_at_once(ranks: RanksExecutor, model: Path) -> None:
+    """A17: each rank has its part of the memory; a step does not wait for a copy, and none is lost."""
+    settings = EngineSettings(model=model, tensor_parallel_size=2)
+    assert ranks.open_kv_tiers(settings) == []
+    (tier,) = ranks.open_kv_tiers(settings.model_copy(update={"host_kv_bytes": HOST_KV_BYTES}))
+    assert tier.slot_bytes == 2 * ranks.layout.block_bytes
+    assert tier.num_slots == HOST_KV_BYTES // tier.slot_bytes
+    copy = BlockCopy(1, 0, b"0123456789abcdef")
+    stored = tier.store([copy])
+    assert (tier.has_orders, stored.done()) == (True, False)
+    ranks.execute_model(replace(prompt_step(), finished_req_ids={"a"}))
+    assert (tier.has_orders, stored.result(30)) == (False, 1)
+    loaded = tier.load([copy._replace(block_id=2)])
+    assert tier.settle(60) and loaded.result() == 1
 
 
 def test_an_invalid_call_is_rejected_by_the_executor(ranks: RanksExecutor, model: Path) -> None:

@@ -318,12 +318,6 @@ def test_no_tier_without_prefix_caching() -> None:
     assert isinstance(fake_settings(enable_prefix_caching=False), EngineSettings)
 
 
-def test_no_tier_of_several_ranks() -> None:
-    """An error that names both settings: each rank would need a tier of its own."""
-    with pytest.raises(SettingError, match=r"host_kv_bytes is 9.*tensor_parallel_size"):
-        fake_settings(host_kv_bytes=9, tensor_parallel_size=2)
-
-
 def test_the_least_recently_used_content_is_evicted_unless_it_is_being_loaded() -> None:
     slots = TierSlots(2)
     for name in (b"a", b"b"):

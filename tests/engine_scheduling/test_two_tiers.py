@@ -139,11 +139,18 @@ def test_the_end_of_an_engine_does_not_wait_for_a_disk_that_hangs() -> None:
     assert disk.contents == {}
 
 
-def test_no_disk_tier_without_prefix_caching_or_of_several_ranks() -> None:
+def test_an_idle_engine_takes_a_step_for_orders_to_its_ranks() -> None:
+    """A17: a tier of several ranks gives its orders to the next step."""
+    engine = engine_with_tiers()
+    _, disk = engine.executor.tiers
+    assert not engine.core.needs_step()
+    disk.has_orders = True
+    assert engine.core.needs_step()
+
+
+def test_no_disk_tier_without_prefix_caching() -> None:
     with pytest.raises(SettingError, match=r"disk_kv_dir is disk.*enable_prefix_caching, or leave it unset"):
         fake_settings(disk_kv_dir="disk", enable_prefix_caching=False)
-    with pytest.raises(SettingError, match=r"disk_kv_dir is disk.*tensor_parallel_size to 1"):
-        fake_settings(disk_kv_dir="disk", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ class KVTiers:
         return [writer.holder for writer in self._writers]
 
     @property
-    def has_stored(self) -> bool:
-        """True while ``advance`` would end a batch."""
-        return any(writer.has_stored for writer in self._writers)
+    def needs_step(self) -> bool:
+        """True while a step would end a batch that is stored, or take orders to the ranks."""
+        return any(writer.has_stored or writer.tier.storage.has_orders for writer in self._writers)
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Return whether a tier has this content."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from multiprocessing import Pipe
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from engine.connector import RanksConnector
 from engine.distributed.group import RankGroup, columns_of_all
 from engine.distributed.messages import RankRunner
 from engine.executor import Executor
+from engine.kv_tiers.orders import TierOrder
+from engine.kv_tiers.storage import TierStorage
+from engine.kv_tiers.tier_group import TierGroup
 from engine.models.config import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
@@ -107,7 +111,9 @@ class LocalRanksExecutor(Executor):
     ) -> None:
         size = settings.tensor_parallel_size
         self._groups = groups or groups_of_threads(size)
-        self.runners = [RankRunner(settings, group) for group in self._groups]
+        reports, theirs = zip(*(Pipe(duplex=False) for _ in self._groups), strict=True)
+        self.runners = [RankRunner(settings, *each) for each in zip(self._groups, theirs, strict=True)]
+        self._tiers = TierGroup(reports, self._order_kv_tiers)
         self._threads = ThreadPoolExecutor(size, "rank")
         self._connector: RanksConnector | None = None
         with ExitStack() as undo:
@@ -138,12 +144,21 @@ class LocalRanksExecutor(Executor):
         self.collective_rpc("open_connector", plans)
         connector.begin()
 
+    def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
+        """See Executor."""
+        return [*self._tiers.open(self.collective_rpc("open_kv_tiers"))]
+
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See Executor. On the host, the step runs when its results are waited for."""
+        scheduled.kv_tier_orders = self._tiers.pop_orders()
         if not self.runs_ahead:
             return partial(self._finish, "execute_model", scheduled)
         self.collective_rpc("begin_step", scheduled, None)
         return partial(self._finish, "finish_step", None)
+
+    def _order_kv_tiers(self, orders: list[TierOrder]) -> bool:
+        self.collective_rpc("order_kv_tiers", orders)
+        return True
 
     def _on_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         futures = [self._threads.submit(call) for call in calls]
@@ -164,5 +179,6 @@ class LocalRanksExecutor(Executor):
         self._threads.shutdown()
         for runner in self.runners:
             runner.shutdown()
+        self._tiers.close()
         if self._connector is not None:
             self._connector.close()

@@ -19,6 +19,7 @@ class FakeTierStorage:
     """
 
     slot_bytes = 1
+    has_orders = False
     found: Sequence[tuple[bytes, int]] = ()
 
     def __init__(self, memory: "FakeMemory", num_slots: int, name: str = "host") -> None:

@@ -1,0 +1,146 @@
+"""Engines of two ranks with KV tiers: the same tokens with cramped pools, damaged files, and after restarts."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
+from engine.client import EngineClient, InProcessClient
+from engine.executor import Executor
+from engine.kv_cache.startup import initialize_kv_cache
+from engine.kv_tiers.slab import Slab
+from engine.settings import EngineSettings
+from engine.startup import ExecutorStart, start_executor
+from tests.checkpoints import make_checkpoint
+from tests.fakes.engine.local_ranks import LocalRanksExecutor
+
+pytestmark = pytest.mark.timeout(300)
+"""Each of several processes loads torch, perhaps while other tests run."""
+
+NUM_TOKENS = 12
+SHARED = [(7 * n) % 250 for n in range(40)]
+PROMPTS = [[3], SHARED[:16], SHARED, [*SHARED, 9, 9], [*SHARED[:20], 1, 2, 3], [200, 100] * 15]
+
+
+async def answers(client: EngineClient) -> list[list[int]]:
+    """Return the answers to each prompt: every other one is drawn with a seed, the rest are greedy."""
+
+    async def one(index: int, prompt: list[int]) -> list[int]:
+        sampling = SamplingParams(temperature=float(index % 2), seed=index, max_tokens=NUM_TOKENS)
+        request = EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)
+        return [token async for output in client.generate(request) for token in output.token_ids]
+
+    try:
+        return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(PROMPTS)))
+    finally:
+        await client.call("check_integrity")
+
+
+def ranks_as_threads(settings: EngineSettings) -> tuple[Executor, int]:
+    ranks = LocalRanksExecutor(settings)
+    return ranks, initialize_kv_cache(ranks)[0]
+
+
+HOWEVER_RANKS_RUN = pytest.mark.parametrize(
+    "start", [ranks_as_threads, pytest.param(start_executor, marks=pytest.mark.slow)], ids=["threads", "gloo"]
+)
+
+
+@asynccontextmanager
+async def started(
+    settings: EngineSettings, start: ExecutorStart = start_executor
+) -> AsyncIterator[EngineClient]:
+    client = await InProcessClient.start(settings, start=start)
+    try:
+        yield client
+    finally:
+        await client.shutdown()
+
+
+async def count(client: EngineClient, tier: str, name: str) -> int:
+    counted: dict[str, int] = await client.call("counters")
+    return counted[f"kv_tier_{name}{{tier={tier}}}"]
+
+
+def damage(file: Path) -> None:
+    """Flip a bit of each block in a slab."""
+    slab = Slab.open(file)
+    header = slab.header
+    slots = [slot for slot, _ in slab.entries()]
+    slab.close()
+    with file.open("r+b") as stream:
+        for slot in slots:
+            place = header.first_slot + slot * header.slot_bytes + 7
+            stream.seek(place)
+            (byte,) = stream.read(1)
+            stream.seek(place)
+            stream.write(bytes([byte ^ 1]))
+
+
+async def alone(shape: dict[str, Any]) -> tuple[list[list[int]], int]:
+    """Return the answers of an engine of one rank with room, without tiers, and the bytes of its blocks."""
+    async with started(EngineSettings(kv_cache_bytes=2**22, **shape)) as roomy:
+        return await answers(roomy), roomy.info.layout.block_bytes
+
+
+def cramped(shape: dict[str, Any], block_bytes: int) -> dict[str, Any]:
+    """Return the settings of an engine of two ranks that preempts."""
+    small = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "kv_cache_bytes": 6 * block_bytes}
+    return {**shape, **small, "tensor_parallel_size": 2}
+
+
+@HOWEVER_RANKS_RUN
+async def test_two_ranks_with_tiers_give_the_tokens_of_one_without(
+    tmp_path: Path, start: ExecutorStart
+) -> None:
+    """A17: under preemption, after a restart, and with damaged files of one rank, whose blocks are computed anew."""
+    shape = {"model": make_checkpoint(tmp_path / "model"), "dtype": "float32", "max_model_len": 80}
+    expected, block_bytes = await alone(shape)
+    disk = {"disk_kv_dir": tmp_path / "kv", "disk_kv_bytes": 70 * block_bytes}
+    on_disk = cramped(shape, block_bytes) | disk
+    async with started(EngineSettings(host_kv_bytes=8 * block_bytes, **on_disk), start) as client:
+        for _ in range(3):
+            assert await answers(client) == expected
+        assert (await client.call("counters"))["num_preemptions_total"] > 0
+        assert await count(client, "host", "loaded_blocks_total") > 0
+        assert 0 < await count(client, "host", "bytes") <= 8 * block_bytes
+        num_bytes, num_stored = [await count(client, "disk", one) for one in ("bytes", "stored_blocks_total")]
+        assert num_bytes == num_stored * block_bytes
+        for tier in ("host", "disk"):
+            assert await count(client, tier, "failed_blocks_total") == 0
+    files = sorted((tmp_path / "kv").rglob("*.slab"))
+    assert [file.parent.name for file in files] == ["rank-0", "rank-1"]
+    async with started(EngineSettings(**on_disk), start) as restarted:
+        assert await answers(restarted) == expected
+        assert await count(restarted, "disk", "loaded_blocks_total") > 0
+        assert await count(restarted, "disk", "failed_blocks_total") == 0
+        damage(files[1])
+        assert await answers(restarted) == expected
+        assert await count(restarted, "disk", "failed_blocks_total") > 0
+
+
+@HOWEVER_RANKS_RUN
+async def test_two_ranks_with_kv_of_another_dtype_give_the_tokens_of_one(
+    tmp_path: Path, start: ExecutorStart
+) -> None:
+    """D12: each rank converts its own heads; with preempted requests whose blocks a tier gives back."""
+    shape = {
+        "model": make_checkpoint(tmp_path / "model"),
+        "dtype": "float32",
+        "kv_cache_dtype": "bfloat16",
+        "max_model_len": 80,
+    }
+    expected, block_bytes = await alone(shape)
+    settings = EngineSettings(host_kv_bytes=40 * block_bytes, **cramped(shape, block_bytes))
+    async with started(settings, start) as client:
+        layout = client.info.layout
+        assert (layout.dtype, 2 * layout.block_bytes) == ("bfloat16", block_bytes)
+        for _ in range(2):
+            assert await answers(client) == expected
+        assert await count(client, "host", "loaded_blocks_total") > 0
+        assert await count(client, "host", "failed_blocks_total") == 0
