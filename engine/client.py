@@ -1,4 +1,4 @@
-"""The two interchangeable clients of one engine core: in a thread of this process, or in a process of its own.
+"""The two interchangeable clients that start an engine core: in a thread of this process, or in a process of its own.
 
 ``ProcessClient`` is the default for services: network work never delays a step. Both answer with the same tokens.
 ``Delivery`` passes the engine's messages to streams of requests, to ``steps`` and to calls.
@@ -7,7 +7,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -35,6 +35,7 @@ from engine.hosting.messages import (
     Health,
     Prepare,
     Ready,
+    Share,
     Shutdown,
     StartFailed,
     StepOutputs,
@@ -256,6 +257,8 @@ class StreamingClient:
     """An EngineClient over a link, made by ``start`` of its two kinds."""
 
     make_link: ClassVar[type[EngineThread] | type[EngineProcess]]
+    ended: ClassVar[str] = "the engine was shut down"
+    lost: ClassVar[str] = "the engine has died"
 
     def __init__(self, link: EngineLink) -> None:
         self.died = asyncio.Event()
@@ -308,7 +311,7 @@ class StreamingClient:
         """See EngineClient."""
         return self._delivery.steps()
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """See EngineClient."""
         stream: asyncio.Queue[EngineOutput] = asyncio.Queue()
         self._begin(request, stream)
@@ -345,6 +348,14 @@ class StreamingClient:
         """See EngineClient."""
         await self._ask(UntilFree)
 
+    async def share(self) -> str:
+        """Return an address at which other processes of this user attach to the engine (``engine.attaching``).
+
+        Raises InvalidRequestError for an engine of a data-parallel group, SettingError, UnavailableError.
+        """
+        address: str = await self._ask(Share)
+        return address
+
     async def shutdown(self) -> None:
         """See EngineClient."""
         if not self._watch.done():
@@ -365,9 +376,9 @@ class StreamingClient:
 
     async def _watch_link(self) -> None:
         if await self._link.wait_ended():
-            self._delivery.close("the engine was shut down", ErrorKind.CANCELLED)
+            self._delivery.close(self.ended, ErrorKind.CANCELLED)
         else:
-            self._delivery.close("the engine has died", ErrorKind.INTERNAL)
+            self._delivery.close(self.lost, ErrorKind.INTERNAL)
             self.died.set()
 
 

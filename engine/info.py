@@ -11,7 +11,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: tokens that prompt and answer may have together, in this engine. eos_token_ids: the model's own end
     tokens. layout: of one of ``num_ranks`` ranks. control_address: "host:port" of the connector's control link; empty
     without a connector. has_head: False for a model that computes embeddings only. num_kv_heads: see ``Side``.
-    device: "cpu", or "cuda:N" of the first rank.
+    device: "cpu", or "cuda:N" of the first rank. model: the model's folder.
     """
 
     vocab_size: int
@@ -26,6 +26,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_head: bool = True
     num_kv_heads: int = 0
     device: str = "cpu"
+    model: str = ""
 
     @property
     def side(self) -> Side:

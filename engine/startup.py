@@ -86,6 +86,7 @@ def describe_engine(
         num_kv_heads=model.num_kv_heads,
         control_address=control_address,
         device=device,
+        model=str(settings.model),
     )
 
 

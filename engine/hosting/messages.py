@@ -1,5 +1,7 @@
 """The messages between an engine's client and its core, over a queue or a socket (msgspec, never pickle)."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,6 +10,19 @@ from contract.outputs import EngineOutput
 from contract.requests import EngineRequest
 from engine.info import EngineInfo
 from engine.scheduling.stats import SchedulerStats
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The addresses of the sockets between an engine and one client, both bound by the client."""
+
+    to_engine: str
+    from_engine: str
+
+    @classmethod
+    def within(cls, folder: Path) -> "Addresses":
+        """Return Unix sockets in this folder."""
+        return cls(f"ipc://{folder}/in", f"ipc://{folder}/out")
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -51,19 +66,25 @@ class UntilFree(msgspec.Struct, frozen=True, tag="until_free"):
     call_id: int
 
 
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """Let further clients attach; a CallResult with the same id and the address follows."""
+
+    call_id: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """End the engine; no later message is read."""
+    """End the engine; no later message is read. From a client that is not the first one: let it leave."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Answer with Progress, and make every working thread increment its count."""
 
 
-ToEngine = AddRequest | Abort | AbortRequest | Call | Ping | Prepare | UntilFree | Shutdown
+ToEngine = AddRequest | Abort | AbortRequest | Call | Ping | Prepare | Share | UntilFree | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine is up. The first message of an engine, or else StartFailed."""
+    """The engine is up. The first message to each client of an engine, or else StartFailed."""
 
     info: EngineInfo
 

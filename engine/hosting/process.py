@@ -22,30 +22,31 @@ import zmq.asyncio
 from contract.decoding import msgpack_decoder
 from contract.errors import SettingError
 from contract.processes import RunFolder, remove_stale
-from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Stopped, ToEngine
-from engine.hosting.process_main import Addresses, engine_main
+from engine.hosting.messages import Addresses, FromEngine, Ping, Progress, Ready, Stopped, ToEngine
+from engine.hosting.process_main import engine_main
 from engine.hosting.running import EnginePlan
 from engine.hosting.watching import EngineWatch, LivenessTimeouts, processor_nanoseconds, queued_nanoseconds
 
 logger = logging.getLogger(__name__)
 
 _CHECKS_PER_TIMEOUT = 6
-_LAST_MESSAGES_SECONDS = 0.5
+LAST_MESSAGES_SECONDS = 0.5
+"""The time limit of the wait for the last messages of an engine that has ended."""
 # A process that was killed ends at once, unless the kernel frees much memory.
 _KILL_SECONDS = 5.0
-# The temporary folders that an engine's process makes: for its ranks' channels, the sockets that share its pool, and the
-# memory of its data-parallel group.
-_FOLDERS = ("ranks", "shm", "group")
+# The temporary folders that an engine's process makes: for its ranks' channels, the sockets that share its pool, the memory
+# of its data-parallel group, and the socket at which further clients attach.
+_FOLDERS = ("ranks", "shm", "group", "shared")
 
 
 class ClientSockets:
     """The client's ends of the sockets, bound when the constructor returns.
 
-    within: where to make the sockets' folder; None: in the system's temporary one. Raises SettingError if its path is too
-    long for a socket.
+    within: where to make the sockets' folder; None: in the system's temporary one. max_unread: the number of messages that
+    may wait here to be received; 0: no bound. Raises SettingError if the folder's path is too long for a socket.
     """
 
-    def __init__(self, within: Path | None = None) -> None:
+    def __init__(self, within: Path | None = None, max_unread: int = 0) -> None:
         self._folder = RunFolder("engine", within)
         self.addresses = Addresses.within(self._folder.path)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -53,7 +54,7 @@ class ClientSockets:
         # No bound: a full queue would drop requests, or block the event loop.
         self._input.setsockopt(zmq.SNDHWM, 0)
         self._output = zmq.asyncio.Context(self._context).socket(zmq.PULL)
-        self._output.setsockopt(zmq.RCVHWM, 0)
+        self._output.setsockopt(zmq.RCVHWM, max_unread)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgpack_decoder(FromEngine)
         try:
@@ -73,6 +74,11 @@ class ClientSockets:
             return
         with contextlib.suppress(zmq.Again):
             self._input.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the sockets."""
+        return self._folder.path
 
     async def receive(self) -> FromEngine:
         """Return the engine's next message."""
@@ -156,7 +162,7 @@ class EngineProcess:
                 self.process.kill()
             await exited
             # Its last messages may still lie in the socket, but a killed engine has no last one to wait for.
-            await asyncio.wait({self._reader}, timeout=_LAST_MESSAGES_SECONDS)
+            await asyncio.wait({self._reader}, timeout=LAST_MESSAGES_SECONDS)
         finally:
             exited.cancel()
             self._reader.cancel()

@@ -9,34 +9,19 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from contract.decoding import msgpack_decoder
 from contract.processes import die_with_parent
-from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Shutdown, ToEngine
+from engine.hosting.messages import Addresses, FromEngine, Ping, Progress, Ready, Shutdown, ToEngine
 from engine.hosting.running import EnginePlan, run_engine
 from engine.stepping.loop import Inbox, StepLoop
 
 _FLUSH_MILLISECONDS = 2000
 # The longest time in which a thread may hold the GIL while another waits; a thread that moves KV takes it repeatedly.
 _SWITCH_SECONDS = 0.00005
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """The addresses of one engine process, both bound by its client."""
-
-    to_engine: str
-    from_engine: str
-
-    @classmethod
-    def within(cls, folder: Path) -> "Addresses":
-        """Return Unix sockets in this folder."""
-        return cls(f"ipc://{folder}/in", f"ipc://{folder}/out")
 
 
 def engine_main(plan: EnginePlan, addresses: Addresses) -> None:

@@ -11,10 +11,22 @@ from contract.errors import ErrorKind, KvbatonError
 from engine.connecting import Transfers
 from engine.core import EngineCore
 from engine.hosting.messages import FromEngine, Ready, Shutdown, StartFailed, Stopped, ToEngine
+from engine.hosting.sharing import MAX_UNREAD, Sharing
 from engine.settings import EngineSettings
 from engine.startup import ExecutorStart, start_executor
 from engine.stepping.gate import StepGate
-from engine.stepping.loop import WAKE, Emit, Inbox, Put, StepLoop, send_outputs
+from engine.stepping.loop import (
+    OWNER,
+    WAKE,
+    Emit,
+    Emits,
+    Inbox,
+    Put,
+    StepLoop,
+    refuse_to_share,
+    send_outputs,
+    send_to_all,
+)
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -30,7 +42,8 @@ class EnginePlan:
 
     start: starts the executor. idle_seconds: how long an idle engine waits for input before it reports its health.
     prepare: called first in an engine's own process, for example to set up its log. gate: makes the gate of the engine's
-    steps, which may have functions called between them; None: the one of the settings.
+    steps, which may have functions called between them; None: the one of the settings. max_unread: the number of messages
+    that may wait for a further client, before it is dropped because it does not read them.
     """
 
     settings: EngineSettings
@@ -39,6 +52,7 @@ class EnginePlan:
     idle_seconds: float = 10.0
     prepare: Callable[[], None] = _nothing
     gate: Callable[[Put], StepGate] | None = None
+    max_unread: int = MAX_UNREAD
 
 
 def run_engine(
@@ -49,9 +63,12 @@ def run_engine(
     The first message is Ready or StartFailed, the last one Stopped. All exceptions are caught here; one in a step ends
     every request with an error, of the exception's own kind if it has one, else "internal".
 
-    on_start: receives the loop before the first message. Other threads may call its ``progress`` and ``expect``.
+    emit: the way to the client that starts the engine. on_start: receives the loop before the first message. Other threads
+    may call its ``progress`` and ``expect``.
     """
     core: EngineCore | None = None
+    emits: Emits = {OWNER: emit}
+    sharing = Sharing(inbox, emits, plan.max_unread)
     try:
         core = EngineCore(
             plan.settings,
@@ -60,30 +77,33 @@ def run_engine(
             start=plan.start,
             gate=plan.gate(inbox.put) if plan.gate is not None else None,
         )
-        loop = StepLoop(core, inbox, emit, plan.idle_seconds)
+        share = sharing.share if plan.settings.data_parallel_size == 1 else refuse_to_share
+        loop = StepLoop(core, inbox, emits, plan.idle_seconds, share)
         on_start(loop)
         emit(Ready(core.info))
         loop.run()
-        send_outputs(core, core.shutdown(), emit)
-        emit(Stopped())
+        send_outputs(core, core.shutdown(), emits)
+        send_to_all(Stopped(), emits)
     except Exception as error:  # noqa: BLE001 the step loop's one boundary
-        _give_up(core, error, emit)
+        _give_up(core, error, emits)
         return False
+    finally:
+        sharing.close()
     return True
 
 
-def _give_up(core: EngineCore | None, error: Exception, emit: Emit) -> None:
+def _give_up(core: EngineCore | None, error: Exception, emits: Emits) -> None:
     if core is not None:
         logger.error("the engine failed", exc_info=error)
         kind = error.kind if isinstance(error, KvbatonError) else ErrorKind.INTERNAL
-        send_outputs(core, core.scheduler.fail_all(kind, f"the engine failed: {error!r}"), emit)
-        emit(Stopped(repr(error)))
+        send_outputs(core, core.scheduler.fail_all(kind, f"the engine failed: {error!r}"), emits)
+        send_to_all(Stopped(repr(error)), emits)
         core.close()
     elif isinstance(error, KvbatonError):
-        emit(StartFailed(error.kind.value, error.message, error.param))
+        emits[OWNER](StartFailed(error.kind.value, error.message, error.param))
     else:
         logger.error("the engine could not start", exc_info=error)
-        emit(StartFailed(ErrorKind.INTERNAL.value, f"the engine could not start: {error!r}"))
+        emits[OWNER](StartFailed(ErrorKind.INTERNAL.value, f"the engine could not start: {error!r}"))
 
 
 class EngineThread:

@@ -1,7 +1,8 @@
 """The loop around an engine core: process messages, start a step when its gate allows it, send the outputs.
 
-The same loop runs in a thread beside its client and in a process of its own; only the other end of the queue and ``emit``
-differ. ``Dispatcher`` has the effect of each message.
+The same loop runs in a thread beside its client and in a process of its own; only the other end of the queue and ``emits``
+differ. ``Dispatcher`` has the effect of each message. Further clients (``engine.hosting.sharing``) enter, send and leave by
+functions that the loop calls between two steps.
 """
 
 import logging
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from queue import Empty
 from typing import Literal
 
-from contract.errors import ErrorKind, KvbatonError
+from contract.errors import ErrorKind, InvalidRequestError, KvbatonError
 from contract.outputs import EngineOutput
 from engine.core import EngineCore
 from engine.hosting.messages import (
@@ -23,6 +24,7 @@ from engine.hosting.messages import (
     Health,
     Ping,
     Prepare,
+    Share,
     Shutdown,
     StepOutputs,
     ToEngine,
@@ -41,8 +43,21 @@ Inbox = Mailbox[Item]
 Put = Callable[[Callable[[], None]], None]
 """Has the loop call a function between two steps, and wakes it. From any thread."""
 Emit = Callable[[FromEngine], None]
+Emits = dict[int, Emit]
+"""The way to each client, by its index. ``OWNER`` has started the engine, and is the only one that ends it."""
+OWNER = 0
+Dispatch = Callable[[Item, Emit], None]
+ShareEngine = Callable[[EngineCore, Dispatch], str]
+"""Returns the address at which further clients attach. Raises KvbatonError if they cannot."""
 SETTLED_SECONDS = 0.5
 """Idle time after which a state is reported that differs from the last report: leases end without a step's outputs."""
+
+
+def refuse_to_share(core: EngineCore, dispatch: Dispatch) -> str:
+    """Refuse further clients. Raises InvalidRequestError."""
+    raise InvalidRequestError(
+        "an engine of a data-parallel group has one client only, which divides the requests among the group"
+    )
 
 
 class Dispatcher:
@@ -51,20 +66,21 @@ class Dispatcher:
     is_stopping: Shutdown was received. num_dispatched: counts messages, as a sign of life.
     """
 
-    def __init__(self, core: EngineCore, emit: Emit) -> None:
+    def __init__(self, core: EngineCore, share: ShareEngine) -> None:
         self.is_stopping = False
         self.num_dispatched = 0
         self._core = core
-        self._emit = emit
-        self._waits_until_free: list[int] = []
+        self._share = share
+        self._waits_until_free: list[tuple[int, Emit]] = []
         # Calls whose preparation is over; any thread appends to it, and wakes the loop.
-        self._prepared: deque[int] = deque()
+        self._prepared: deque[tuple[int, Emit]] = deque()
 
-    def dispatch(self, item: Item) -> None:
-        """Apply one message. Raises an exception that is sent as one."""
+    def dispatch(self, item: Item, emit: Emit) -> None:
+        """Apply one message; its answer, if it has one, is passed to ``emit``. Raises an exception that is sent as one."""
         self.num_dispatched += 1
         while self._prepared:
-            self._emit(CallResult(self._prepared.popleft()))
+            call_id, emit_result = self._prepared.popleft()
+            emit_result(CallResult(call_id))
         match item:
             case AddRequest(request):
                 self._core.add_request(request)
@@ -72,10 +88,10 @@ class Dispatcher:
                 self._core.abort(keys)
             case AbortRequest(request_id, attempt, choice):
                 self._core.scheduler.abort_request(request_id, attempt, choice)
-            case Call() | Prepare():
-                self._carry_out(item)
+            case Call() | Prepare() | Share():
+                self._carry_out(item, emit)
             case UntilFree(call_id):
-                self._waits_until_free.append(call_id)
+                self._waits_until_free.append((call_id, emit))
             case Ping():
                 pass  # it has been counted
             case Shutdown():
@@ -90,16 +106,19 @@ class Dispatcher:
         if self._waits_until_free and self._core.scheduler.is_free():
             waits = self._waits_until_free
             self._waits_until_free = []
-            for call_id in waits:
-                self._emit(CallResult(call_id))
+            for call_id, emit in waits:
+                emit(CallResult(call_id))
 
-    def _carry_out(self, call: Call | Prepare) -> None:
+    def _carry_out(self, call: Call | Prepare | Share, emit: Emit) -> None:
         """Answer a call, at once or when a preparation is over."""
         try:
             if isinstance(call, Prepare):
-                self._core.prepare(call.request, lambda: self._prepared.append(call.call_id))
+                self._core.prepare(call.request, lambda: self._prepared.append((call.call_id, emit)))
                 return
-            result = CallResult(call.call_id, self._core.call(call.method, call.args))
+            if isinstance(call, Share):
+                result = CallResult(call.call_id, self._share(self._core, self.dispatch))
+            else:
+                result = CallResult(call.call_id, self._core.call(call.method, call.args))
         except KvbatonError as error:
             result = CallResult(call.call_id, None, error.kind.value, error.message)
         # What a caller of a utility gets wrong, or a check of integrity finds, must not end the engine.
@@ -107,7 +126,7 @@ class Dispatcher:
             name = call.method if isinstance(call, Call) else "prepare"
             logger.exception("utility %s failed", name)
             result = CallResult(call.call_id, None, ErrorKind.INTERNAL.value, f"{name}: {error!r}")
-        self._emit(result)
+        emit(result)
 
 
 class StepLoop:
@@ -115,15 +134,23 @@ class StepLoop:
 
     At Shutdown every request is aborted; the loop may go on for a while for engines that step together with this one.
 
-    idle_seconds: how long an idle engine waits for input before it reports its health; less if its state has changed.
+    emits: the clients that ``share`` lets in are added to it, and removed when they leave. idle_seconds: how long an idle
+    engine waits for input before it reports its health; less if its state has changed.
     """
 
-    def __init__(self, core: EngineCore, inbox: Inbox, emit: Emit, idle_seconds: float) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        inbox: Inbox,
+        emits: Emits,
+        idle_seconds: float,
+        share: ShareEngine = refuse_to_share,
+    ) -> None:
         self._core = core
         self._inbox = inbox
-        self._emit = emit
+        self._emits = emits
         self._idle_seconds = idle_seconds
-        self._dispatcher = Dispatcher(core, emit)
+        self._dispatcher = Dispatcher(core, share)
         self._num_steps = 0
         self._reported: SchedulerStats | None = None
         # Outputs of the last step: sent while the next one is computed, or before the loop waits.
@@ -138,7 +165,7 @@ class StepLoop:
             if not self._core.gate.may_end():
                 # Every request is aborted; other engines may still need this one's part in their steps.
                 self._send()
-                send_outputs(self._core, self._core.scheduler.shutdown(), self._emit)
+                send_outputs(self._core, self._core.scheduler.shutdown(), self._emits)
             while not self._core.gate.may_end():
                 if self._core.seconds_to_start() == 0:
                     self._core.step()
@@ -175,22 +202,22 @@ class StepLoop:
     def _send(self) -> None:
         unsent = self._unsent
         self._unsent = {}  # before it is sent: a failure while sending must not send it twice
-        send_outputs(self._core, unsent, self._emit)
+        send_outputs(self._core, unsent, self._emits)
 
     def _process_all(self) -> None:
         """Process all messages that are there. If they leave an urgent output, send everything until now."""
         while self._inbox.num_waiting:
-            self._dispatcher.dispatch(self._inbox.get())
+            self._dispatcher.dispatch(self._inbox.get(), self._emits[OWNER])
         if urgent := self._core.flush_urgent():
             self._send()
-            send_outputs(self._core, urgent, self._emit)
+            send_outputs(self._core, urgent, self._emits)
 
     def _wait(self, seconds: float) -> bool:
         """Process the messages that come within ``seconds``, all that are there with the first; return whether any came."""
         self._send()
         self._dispatcher.answer_until_free()  # behind the outputs, as it promises
         try:
-            self._dispatcher.dispatch(self._inbox.get(seconds))
+            self._dispatcher.dispatch(self._inbox.get(seconds), self._emits[OWNER])
         except Empty:
             return False
         self._process_all()
@@ -219,10 +246,17 @@ class StepLoop:
             stats.prefix_cache_stats.hits,
             stats.prefix_cache_stats.queries,
         )
-        self._emit(Health(stats))
+        send_to_all(Health(stats), self._emits)
 
 
-def send_outputs(core: EngineCore, outputs: dict[int, list[EngineOutput]], emit: Emit) -> None:
-    """Emit one message for each client that has outputs."""
-    for of_client in outputs.values():
-        emit(StepOutputs(of_client, core.scheduler.make_stats()))
+def send_outputs(core: EngineCore, outputs: dict[int, list[EngineOutput]], emits: Emits) -> None:
+    """Send each client its outputs, if it has any; those of clients that have left are dropped."""
+    for index, of_client in outputs.items():
+        if index in emits:
+            emits[index](StepOutputs(of_client, core.scheduler.make_stats()))
+
+
+def send_to_all(message: FromEngine, emits: Emits) -> None:
+    """Send every client the same message."""
+    for emit in list(emits.values()):  # a client that does not read its messages is removed meanwhile
+        emit(message)

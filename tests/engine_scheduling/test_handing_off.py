@@ -217,7 +217,7 @@ def test_the_last_output_is_sent_before_the_next_step() -> None:
     emitted: list[FromEngine] = []
     inbox.put(AddRequest(fake_request("r", PROMPT, NUM_TOKENS)))
     inbox.put(AddRequest(fake_request("other", PROMPT, NUM_TOKENS)))
-    loop = StepLoop(engine.core, inbox, emitted.append, idle_seconds=600.0)
+    loop = StepLoop(engine.core, inbox, {0: emitted.append}, idle_seconds=600.0)
     begin = engine.executor.begin
     steps: list[int] = []
 

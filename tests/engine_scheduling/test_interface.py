@@ -55,7 +55,7 @@ def test_another_scheduler_stands_behind_the_step_loop(
     inbox.put(AddRequest(fake_request("bad", [100_000], 3)))
     inbox.put(AddRequest(fake_request("unwanted", [1, 2], 30)))
     inbox.put(AbortRequest("unwanted", None, None))
-    StepLoop(core, inbox, emit, idle_seconds=0.1).run()
+    StepLoop(core, inbox, {0: emit}, idle_seconds=0.1).run()
     outputs = [one for message in said if isinstance(message, StepOutputs) for one in message.outputs]
     for number, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
         own = [one for one in outputs if one.request_id == f"r{number}"]

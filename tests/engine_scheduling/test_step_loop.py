@@ -55,7 +55,7 @@ class BusyCore:
 def test_steps_start_early_until_input_waits_which_is_processed_between_two_steps() -> None:
     inbox, said = Inbox(), list[FromEngine]()
     core = BusyCore(inbox)
-    StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=1.0).run()
+    StepLoop(cast("EngineCore", core), inbox, {0: said.append}, idle_seconds=1.0).run()
     assert core.happened == ["starts", "starts early", "starts early", "late", "starts"]
     assert isinstance(inbox, Mailbox) and not inbox.num_waiting and not said
 
@@ -83,7 +83,7 @@ class HoldingCore(BusyCore):
 def test_a_step_is_delayed_until_a_message_comes() -> None:
     inbox, said = Inbox(), list[FromEngine]()
     core = HoldingCore(inbox)
-    StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=1.0).run()
+    StepLoop(cast("EngineCore", core), inbox, {0: said.append}, idle_seconds=1.0).run()
     assert core.happened == ["starts", "delays", "late", "starts"]
 
 
@@ -104,7 +104,7 @@ class LongDelayCore(HoldingCore):
 def test_a_delay_is_not_over_when_an_idle_loop_would_report() -> None:
     inbox, said = Inbox(), list[FromEngine]()
     core = LongDelayCore(inbox)
-    StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=0.01).run()
+    StepLoop(cast("EngineCore", core), inbox, {0: said.append}, idle_seconds=0.01).run()
     assert core.happened == ["starts", "late", "starts"]
 
 
@@ -230,5 +230,5 @@ def test_an_idle_loop_reports_a_new_state_long_before_it_reports_an_old_one() ->
     """A lease ends without outputs: its router must not wait for the next sign of life."""
     inbox = Inbox()
     core = SettlingCore(inbox)
-    StepLoop(cast("EngineCore", core), inbox, core.note, idle_seconds=600.0).run()
+    StepLoop(cast("EngineCore", core), inbox, {0: core.note}, idle_seconds=600.0).run()
     assert core.num_reports == 2
