@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from contract.requests import PoolingParams
+    from kvbaton.async_llm import AsyncLLM
     from kvbaton.engine import Engine
     from kvbaton.llm import LLM
     from kvbaton.outputs import (
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -36,6 +38,7 @@ __all__ = [
 __version__ = version("kvbaton")
 _MODULES = {
     "LLM": "kvbaton.llm",
+    "AsyncLLM": "kvbaton.async_llm",
     "CompletionOutput": "kvbaton.outputs",
     "EmbeddingOutput": "kvbaton.outputs",
     "EmbeddingRequestOutput": "kvbaton.outputs",

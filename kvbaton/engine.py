@@ -7,36 +7,25 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import count
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any, Self
 
-from contract.errors import (
-    InvalidRequestError,
-    KvbatonError,
-    SettingError,
-    UnavailableError,
-    UnsupportedFieldError,
-)
+from contract.errors import InvalidRequestError, KvbatonError, SettingError, UnavailableError
 from contract.identity import Role
 from contract.outputs import EngineOutput
 from engine.core import EngineCore, reload_weights
 from engine.options import EngineOptions
 from engine.settings import EngineSettings
 from kvbaton.outputs import RequestOutput
-from kvbaton.requests import PromptType, named, parse_prompt
-from kvbaton.running_request import RunningRequest
+from kvbaton.requests import PromptType
+from kvbaton.running_request import RunningRequest, check_request
 from kvbaton.sampling import SamplingParams
-from kvbaton.service import NO_TIMEOUT_SECONDS, LLMSettings
+from kvbaton.service import LLMSettings
 from launch.arguments import parse, to_arguments
 from launch.command_settings import from_file
 from launch.model import check_model, find_model, model_name
 from launch.processes import worker_places
 from launch.settings import available_cores
-from router.intake.limits import TenantRules, check_limits
-from router.intake.prepared_request import PreparedRequest, prepare
-from router.intake.request import GenerationRequest, tokenize
 from text.model_card import ModelCard
-from text.stop import StopAutomaton
 
 _SETTINGS = frozenset({"device", "num_threads"}) | EngineOptions.names() - {"data_parallel_size"}
 
@@ -50,19 +39,12 @@ class Engine:
     """
 
     def __init__(self, model: str | PathLike[str] = "demo", **settings: Any) -> None:
-        if unknown := sorted(settings.keys() - _SETTINGS):
-            raise SettingError(
-                f"an Engine has no setting {unknown[0]}; it has {', '.join(sorted(_SETTINGS))}",
-                param=unknown[0],
-            )
-        shared = parse(LLMSettings, "kvbaton up", to_arguments({"model": fspath(model), **settings}))
-        folder = find_model(shared.model)
-        check_model(shared, folder)
+        of_engine = engine_settings(model, settings, "an Engine")
         self._woken = threading.Event()
         with ExitStack() as resources:
-            self._card = ModelCard.from_folder(folder, model_name(shared.model))
+            self._card = ModelCard.from_folder(of_engine.model, model_name(fspath(model)))
             resources.callback(self._card.close)
-            self._core = EngineCore(_engine_settings(shared, folder), wake=self._woken.set)
+            self._core = EngineCore(of_engine, wake=self._woken.set)
             resources.callback(self._core.close)
             # Also called when the engine is garbage, or the interpreter exits, before it was closed.
             self._close = weakref.finalize(self, resources.pop_all().close)
@@ -104,17 +86,10 @@ class Engine:
             )
         if request_id in self._running:
             raise InvalidRequestError(f"request {request_id} has not finished; give the new one another id")
-        try:
-            given = parse_prompt(prompt, "prompt")
-            params = SamplingParams() if sampling_params is None else sampling_params
-            request = params.request(request_id, given.content, priority=priority, **given.others)
-            prepared = self._prepare(request)
-        except InvalidRequestError as error:
-            raise named(error, f"request {request_id}: ") from error
-        text = given.content if isinstance(given.content, str) else None
         # The id of an aborted request may come again, while outputs of the old one are still to come.
         name = f"{request_id}/{next(self._numbers)}"
-        running = RunningRequest(name, prepared, len(request.choices), text, self._card)
+        info = self._core.info
+        running = check_request(request_id, name, prompt, sampling_params, priority, self._card, info)
         self._running[request_id] = running
         self._core.add_request(running.engine_request)
 
@@ -172,20 +147,6 @@ class Engine:
         if not self._close.alive:
             raise UnavailableError("this Engine is closed")
 
-    def _prepare(self, request: GenerationRequest) -> PreparedRequest:
-        """Check a request as a router does, and return it with its prompt as token ids."""
-        check_limits(request)
-        info = self._core.info
-        if not info.has_head:
-            raise UnsupportedFieldError(
-                f"the model {self._card.name} has no output head: it gives embeddings only", param="model"
-            )
-        token_ids = tokenize(request, self._card, info.max_model_len)
-        stop = StopAutomaton(request.stop)
-        return TenantRules().apply(
-            prepare(request, token_ids, self._card, info.max_model_len, NO_TIMEOUT_SECONDS, stop)
-        )
-
     def _compute(self) -> None:
         """Run one step of the core, as soon as it would change something."""
         self._woken.clear()  # before the look: what happens after it ends the wait
@@ -218,8 +179,18 @@ class Engine:
             del self._running[request_id]
 
 
-def _engine_settings(shared: LLMSettings, folder: Path) -> EngineSettings:
-    """Return the settings of the one aggregated worker that ``LLM`` would start."""
+def engine_settings(model: str | PathLike[str], settings: Mapping[str, Any], whose: str) -> EngineSettings:
+    """Return the settings of the one aggregated worker that ``LLM`` would start.
+
+    whose: begins the error about a setting that is none. Raises SettingError.
+    """
+    if unknown := sorted(settings.keys() - _SETTINGS):
+        raise SettingError(
+            f"{whose} has no setting {unknown[0]}; it has {', '.join(sorted(_SETTINGS))}", param=unknown[0]
+        )
+    shared = parse(LLMSettings, "kvbaton up", to_arguments({"model": fspath(model), **settings}))
+    folder = find_model(shared.model)
+    check_model(shared, folder)
     given: Mapping[str, Any] = from_file(shared, Role.AGGREGATED)
     options = {
         **EngineOptions.values_in(shared),
@@ -227,7 +198,7 @@ def _engine_settings(shared: LLMSettings, folder: Path) -> EngineSettings:
     }
     if options["data_parallel_size"] > 1:
         raise SettingError(
-            f"data_parallel_size is {options['data_parallel_size']}: an Engine is one engine; use LLM or kvbaton up",
+            f"data_parallel_size is {options['data_parallel_size']}: {whose} is one engine; use LLM or kvbaton up",
             param="data_parallel_size",
         )
     (place,) = worker_places(shared)[Role.AGGREGATED]

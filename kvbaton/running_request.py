@@ -1,18 +1,24 @@
-"""A request of an ``Engine``: the engine's outputs become the answers that its caller reads."""
+"""A request of an ``Engine`` or ``AsyncLLM``: the engine's outputs become the answers that its caller reads."""
 
 import time
 
-from contract.errors import KvbatonError, error_from_kind
+from contract.errors import InvalidRequestError, KvbatonError, UnsupportedFieldError, error_from_kind
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest
+from engine.info import EngineInfo
 from kvbaton.outputs import AnswerSoFar, RequestOutput, prompt_logprobs
-from kvbaton.requests import named
+from kvbaton.requests import PromptType, named, parse_prompt
+from kvbaton.sampling import SamplingParams
+from kvbaton.service import NO_TIMEOUT_SECONDS
 from router.answers.answer import Answer, Delta, Prompt
 from router.answers.timings import Stopwatch, Timings
 from router.attempts.leg_outcome import LegReport
-from router.intake.prepared_request import PreparedRequest
+from router.intake.limits import TenantRules, check_limits
+from router.intake.prepared_request import PreparedRequest, prepare
+from router.intake.request import GenerationRequest, tokenize
 from router.tokens.delivery import TokenBatch, tokens_of
 from text.model_card import ModelCard
+from text.stop import StopAutomaton
 
 
 class RunningChoice:
@@ -107,3 +113,40 @@ class RunningRequest:
             finished=self.is_finished,
             prompt_logprobs=prompt_logprobs([first.first] if first.first else [], self._tokenizer),
         )
+
+
+def check_request(
+    request_id: str,
+    name: str,
+    prompt: PromptType,
+    sampling_params: SamplingParams | None,
+    priority: int,
+    card: ModelCard,
+    info: EngineInfo,
+) -> RunningRequest:
+    """Check a request as a router does. Raises InvalidRequestError, which names the request.
+
+    name: the engine's name for it.
+    """
+    try:
+        given = parse_prompt(prompt, "prompt")
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request = params.request(request_id, given.content, priority=priority, **given.others)
+        prepared = _prepare(request, card, info)
+    except InvalidRequestError as error:
+        raise named(error, f"request {request_id}: ") from error
+    text = given.content if isinstance(given.content, str) else None
+    return RunningRequest(name, prepared, len(request.choices), text, card)
+
+
+def _prepare(request: GenerationRequest, card: ModelCard, info: EngineInfo) -> PreparedRequest:
+    check_limits(request)
+    if not info.has_head:
+        raise UnsupportedFieldError(
+            f"the model {card.name} has no output head: it gives embeddings only", param="model"
+        )
+    token_ids = tokenize(request, card, info.max_model_len)
+    stop = StopAutomaton(request.stop)
+    return TenantRules().apply(
+        prepare(request, token_ids, card, info.max_model_len, NO_TIMEOUT_SECONDS, stop)
+    )
