@@ -87,7 +87,9 @@ class _Model:
         """Raise SettingError if the folder has another model now, or experts are spread over several engines."""
         if self.loaded.exchange is not None:
             raise SettingError(
-                "experts that are spread over several engines cannot be reloaded in one of them"
+                f"the experts are spread over the {self._settings.data_parallel_size} engines of a data-parallel group, of"
+                " which one cannot read its part alone: start the group again",
+                param="data_parallel_size",
             )
         check_same_model(self.loaded.facts, describe_model(self._settings.model))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import SettingError
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from data_parallel.gate import join_group
@@ -36,6 +37,7 @@ async def running_engines(
         block_size=4,
         max_num_batched_tokens=13,
         kv_cache_bytes=2**20,
+        host_kv_bytes=2**20,
         data_parallel_size=size,
         tensor_parallel_size=tensor_parallel_size,
     )
@@ -74,6 +76,7 @@ async def answer(engine: ProcessClient, name: str, prompt: list[int]) -> list[in
 async def test_the_answers_are_those_of_one_engine(
     tmp_path: Path, size: int, tensor_parallel_size: int
 ) -> None:
+    """A17, B16: each engine has KV tiers of its own; none reads its part of the weights again without the others."""
     folder = make_foreign_checkpoint(tmp_path, "qwen3_moe", seed=3)
     model = load_reference(folder)
     expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
@@ -84,6 +87,15 @@ async def test_the_answers_are_those_of_one_engine(
             *(answer(engines[index % size], f"b{index}", prompt) for index, prompt in enumerate(PROMPTS))
         )
         assert list(together) == expected
+        for engine in engines:
+            with pytest.raises(
+                SettingError, match=f"over the {size} engines of a data-parallel group, .* alone"
+            ):
+                await engine.reload_weights()
+        assert await answer(engines[0], "c", PROMPTS[2]) == expected[2]
+        for engine in engines:
+            assert await engine.call("reset_prefix_cache")  # it waits for what the tier copies
+            assert (await engine.call("counters"))["kv_tier_stored_blocks_total{tier=host}"] > 0
 
 
 @pytest.mark.slow
