@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from contract.decoding import DECODING_ERRORS
 from contract.errors import UnavailableError
 from engine.client import StreamingClient
 from engine.hosting.messages import FromEngine, Ready, Shutdown, Stopped, ToEngine
@@ -61,9 +62,18 @@ class AttachedLink:
         return self._has_ended_as_asked
 
     async def _read(self, receive: Callable[[FromEngine], None]) -> None:
-        """Receive messages until the engine's last one."""
+        """Receive messages until the engine's last one, or one that cannot be read, at which this client leaves."""
         while True:
-            message = await self._sockets.receive()
+            try:
+                message = await self._sockets.receive()
+            except DECODING_ERRORS as error:
+                receive(
+                    Stopped(
+                        f"a message cannot be read; both processes need the same version of kvbaton: {error}"
+                    )
+                )
+                self._writer.close()
+                return
             if isinstance(message, Ready):
                 await self._sockets.wait_connected()
             receive(message)
@@ -80,7 +90,7 @@ class AttachedClient(StreamingClient):
     """
 
     ended = "this client has left, or the engine was shut down"
-    lost = "the engine has died, or has dropped this client, which did not read its messages"
+    lost = "the engine has died, or this client has lost it by not reading its messages"
 
     @classmethod
     async def attach(cls, address: str) -> Self:

@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
-from contract.errors import InvalidRequestError, NotFoundError, UnavailableError
+from contract.errors import InternalError, InvalidRequestError, NotFoundError, UnavailableError
 from contract.outputs import FinishReason
 from contract.requests import HandOff
 from engine.attaching import AttachedClient
@@ -111,6 +112,7 @@ async def test_a_name_belongs_to_each_client_on_its_own() -> None:
         assert await first.call("pid") == await owner.call("pid")
         assert not waits.done()
         goes_on = asyncio.create_task(answer_of(first, fake_request("r", [4], 200)))
+        await asyncio.sleep(0)  # it is sent before the call
         await first.call("stats")
         await owner.abort("r")
         assert (await waits)[1].finish_reason is FinishReason.ABORT
@@ -214,6 +216,33 @@ async def test_a_client_that_does_not_read_is_dropped(caplog: pytest.LogCaptureF
             assert "internal" in await line_of(stopped), "it has noticed"
 
 
+async def test_clients_share_the_steps_fairly() -> None:
+    """A client with one request does not wait for all that another one has added before."""
+    async with engine(max_num_seqs=1) as owner, attached(owner) as client:
+        for index in range(60):
+            await owner.add_request(fake_request(f"r{index}", [index], 20))
+        assert (await answer_of(client, fake_request("r", [1], 20)))[0] == fake_answer([1], 20)
+        assert (await owner.call("debug_state"))["requests"] != {}
+
+
+async def test_an_engine_of_another_version_is_left(tmp_path: Path) -> None:
+    """Its first message cannot be read: the client raises an error instead of waiting."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    async def open_door(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        folder = (await reader.readline()).decode().strip()
+        with context.socket(zmq.PUSH) as output:
+            output.connect(f"ipc://{folder}/out")
+            output.send(b"\x93")
+            assert await reader.read() == b""
+        writer.close()
+
+    async with await asyncio.start_unix_server(open_door, tmp_path / "door"):
+        with pytest.raises(InternalError, match="need the same version"):
+            await AttachedClient.attach(str(tmp_path))
+    await asyncio.to_thread(context.term)
+
+
 async def test_a_client_that_sends_something_else_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     async with engine() as owner, attached(owner) as broken, attached(owner) as client:
         broken._link._sockets._input.send(b"\xc1")  # type: ignore[attr-defined]
@@ -247,6 +276,7 @@ async def test_all_clients_see_the_end_of_the_engine(kind: Kind) -> None:
             ends = [
                 asyncio.create_task(answer_of(client, fake_request(f"r{n}", [1], 200))) for n in range(99)
             ]
+            await asyncio.sleep(0)  # all are sent before the call
             await client.call("stats")
             await owner.shutdown()
             assert (await ends[-1])[1].finish_reason is FinishReason.ABORT
@@ -257,7 +287,7 @@ async def test_all_clients_see_the_end_of_the_engine(kind: Kind) -> None:
     with pytest.raises(UnavailableError, match="no engine is shared at"):
         await AttachedClient.attach(address)
     assert not Path(address).exists()
-    assert before.threads("engine-") == []
+    assert before.threads("engine-clients") == []
 
 
 @KINDS
