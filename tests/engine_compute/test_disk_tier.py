@@ -4,13 +4,16 @@ import logging
 import os
 import random
 import resource
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
+import xxhash
 
 from contract.errors import SettingError
 from engine.kv_cache.memory import PagedKVMemory
@@ -160,6 +163,18 @@ def test_files_of_another_model_or_layout_are_left_alone(
     with opened(tmp_path, memory, model="other@bfloat16") as tier:
         assert len(tier.found) == 3
     memory.close()
+
+
+def test_a_file_of_an_earlier_version_belongs_to_one_rank() -> None:
+    """Its header names no ranks."""
+    encoded = SlabHeader(MODEL, LAYOUT, 5).encode()
+    start = encoded.index(b"{")
+    fields = msgspec.json.decode(encoded[start:].rstrip(b"\0"))
+    del fields["rank"], fields["num_ranks"]
+    text = msgspec.json.encode(fields)
+    check, length = xxhash.xxh3_64_intdigest(text), len(text)
+    earlier = encoded[: start - 12] + struct.pack("<QI", check, length) + text
+    assert SlabHeader.decode(earlier.ljust(4096, b"\0")) == SlabHeader(MODEL, LAYOUT, 5, rank=0, num_ranks=1)
 
 
 def test_dropped_content_does_not_come_back(tmp_path: Path) -> None:

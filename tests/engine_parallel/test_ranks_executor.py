@@ -303,10 +303,14 @@ def assert_halves_are_opened(executor: RanksExecutor) -> None:
 def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
     """Between two calls: the watcher wakes the engine, and the next call raises; the other rank is ended too."""
     woken = threading.Semaphore(0)
-    with closing(_Ended(start(model))) as ended:
+    with closing(_Ended(start(model, host_kv_bytes=HOST_KV_BYTES))) as ended:
         executor = ended.executor
         executor.watch(woken.release)
+        settings = EngineSettings(model=model, host_kv_bytes=HOST_KV_BYTES)
+        (tier,) = executor.open_kv_tiers(settings)
+        stored = tier.store([BlockCopy(1, 0, b"0123456789abcdef")])
         os.kill(executor.pids[1], signal.SIGKILL)
+        assert stored.result(60) == 0, "no copy is waited for"
         message = rf"rank 1 of 2 \(process {executor.pids[1]}\) was killed by signal 9"
         assert woken.acquire(timeout=60)
         with pytest.raises(WorkerLostError, match=message):

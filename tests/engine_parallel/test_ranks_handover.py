@@ -5,13 +5,14 @@ Ranks are threads here; ``tests/e2e/test_unequal_workers.py`` uses real processe
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from contract.identity import Role
 from contract.requests import EngineRequest
@@ -37,7 +38,9 @@ PROMPTS = [
 """Lengths at and around the ends of blocks, one of several chunks, and two with common full blocks."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+Requests = Sequence[tuple[list[int], SamplingParams]]
 REQUESTS = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
+LONG = [(prompt, replace(GREEDY, max_tokens=60)) for prompt in PROMPTS[:5]]
 CHUNK = 48
 
 
@@ -78,13 +81,13 @@ async def pair_of(
         await sender.shutdown()
 
 
-async def alone(model: Path) -> list[list[int]]:
+async def alone(model: Path, asked: Requests = REQUESTS) -> list[list[int]]:
     """Return the answers of one engine with one rank."""
     client = await InProcessClient.start(settings(model, 1))
     try:
         requests = [
             EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)
-            for index, (prompt, sampling) in enumerate(REQUESTS)
+            for index, (prompt, sampling) in enumerate(asked)
         ]
         return [
             tokens_of(outputs) for outputs in await asyncio.gather(*(outputs_of(client, r) for r in requests))
@@ -93,9 +96,11 @@ async def alone(model: Path) -> list[list[int]]:
         await client.shutdown()
 
 
-async def assert_equals_one_rank(pair: EnginePair, expected: list[list[int]]) -> dict[str, float]:
+async def assert_equals_one_rank(
+    pair: EnginePair, expected: list[list[int]], asked: Requests = REQUESTS
+) -> dict[str, float]:
     """Assert that all requests at once give the same tokens and that nothing is held afterwards; return decode counters."""
-    answers = await asyncio.gather(*(pair.ask(f"r{index}", *each) for index, each in enumerate(REQUESTS)))
+    answers = await asyncio.gather(*(pair.ask(f"r{index}", *each) for index, each in enumerate(asked)))
     assert [tokens_of(*legs) for legs in answers] == expected
     await pair.until_free()
     counters: dict[str, float] = await pair.decode.call("counters")
@@ -137,3 +142,20 @@ async def test_ranks_that_run_ahead_hand_over_the_tokens_of_one(
     monkeypatch.setattr(runner, "forward_pass", FakeDeviceGraphs)
     async with pair_of(settings(model, prefill), settings(model, decode), transport) as pair:
         await assert_equals_one_rank(pair, expected)
+
+
+async def test_received_kv_comes_back_from_the_tiers_of_all_ranks(model: Path) -> None:
+    """A17: a decode worker of two ranks that preempts; its answers resume with blocks that came from its peer."""
+    expected = await alone(model, LONG)
+    block_bytes = (
+        2 * 2 * 2 * 16 * 4 * 16
+    )  # K and V of 2 layers with 2 heads of 16 numbers of 4 bytes, for 16 tokens
+    cramped = settings(
+        model, 2, kv_cache_bytes=14 * block_bytes, host_kv_bytes=99 * block_bytes, max_model_len=192
+    )
+    async with pair_of(settings(model, 2), cramped, "tcp") as pair:
+        assert pair.decode.info.num_blocks == 14
+        counters = await assert_equals_one_rank(pair, expected, LONG)
+        assert counters["num_preemptions_total"] > 0
+        assert counters["kv_tier_loaded_blocks_total{tier=host}"] > 0
+        assert counters["kv_tier_failed_blocks_total{tier=host}"] == 0

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from engine.client import EngineClient, InProcessClient
+from engine.compute.forward import MakeForward
 from engine.executor import Executor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.kv_tiers.slab import Slab
 from engine.settings import EngineSettings
 from engine.startup import ExecutorStart, start_executor
 from tests.checkpoints import make_checkpoint
+from tests.fakes.engine.graphs import FakeDeviceGraphs
 from tests.fakes.engine.local_ranks import LocalRanksExecutor
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,8 +44,10 @@ async def answers(client: EngineClient) -> list[list[int]]:
         await client.call("check_integrity")
 
 
-def ranks_as_threads(settings: EngineSettings) -> tuple[Executor, int]:
-    ranks = LocalRanksExecutor(settings)
+def ranks_as_threads(
+    settings: EngineSettings, make_forward: MakeForward | None = None
+) -> tuple[Executor, int]:
+    ranks = LocalRanksExecutor(settings, make_forward=make_forward)
     return ranks, initialize_kv_cache(ranks)[0]
 
 
@@ -122,6 +127,18 @@ async def test_two_ranks_with_tiers_give_the_tokens_of_one_without(
         damage(files[1])
         assert await answers(restarted) == expected
         assert await count(restarted, "disk", "failed_blocks_total") > 0
+
+
+async def test_ranks_that_run_ahead_give_blocks_back(tmp_path: Path) -> None:
+    """A17: orders come with steps that are begun before the results of the one before are read."""
+    shape = {"model": make_checkpoint(tmp_path / "model"), "dtype": "float32", "max_model_len": 80}
+    expected, block_bytes = await alone(shape)
+    settings = EngineSettings(host_kv_bytes=40 * block_bytes, **cramped(shape, block_bytes))
+    async with started(settings, partial(ranks_as_threads, make_forward=FakeDeviceGraphs)) as client:
+        for _ in range(3):
+            assert await answers(client) == expected
+        assert await count(client, "host", "loaded_blocks_total") > 0
+        assert await count(client, "host", "failed_blocks_total") == 0
 
 
 @HOWEVER_RANKS_RUN
