@@ -252,9 +252,10 @@ def test_a_model_without_its_weights_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_shutdown_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    """No process, descriptor or file is left, neither in the temporary folder nor in /dev/shm, also with a connector.
+    """No process, descriptor or file is left, neither in the temporary folder nor in /dev/shm.
 
-    Threads of other tests open and close descriptors in this process: the executor runs in one of its own.
+    The executor has a connector and a KV tier. Threads of other tests open and close descriptors in this process: the
+    executor runs in one of its own.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
         alone.submit(_run_and_leave_nothing, model, tmp_path).result()
@@ -263,8 +264,11 @@ def test_shutdown_leaves_nothing(model: Path, tmp_path: Path) -> None:
 def _run_and_leave_nothing(model: Path, folder: Path) -> None:
     tempfile.tempdir = str(folder)
     before = _things(folder)
-    executor = start(model)
+    executor = start(model, host_kv_bytes=HOST_KV_BYTES)
+    (tier,) = executor.open_kv_tiers(EngineSettings(model=model, host_kv_bytes=HOST_KV_BYTES))
+    stored = tier.store([BlockCopy(1, 0, b"0123456789abcdef")])
     assert executor.execute_model(prompt_step()).sampled_token_ids[0]
+    assert stored.result(60) == 1
     pids = executor.pids
     assert _things(folder)[0] == before[0]
     assert_halves_are_opened(executor)
