@@ -1,6 +1,5 @@
 """Engines of two ranks with KV tiers: the same tokens with cramped pools, damaged files, and after restarts."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -9,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from contract.requests import EngineRequest
-from contract.sampling import SamplingParams
 from engine.client import EngineClient, InProcessClient
 from engine.compute.forward import MakeForward
 from engine.executor import Executor
@@ -19,29 +16,12 @@ from engine.kv_tiers.slab import Slab
 from engine.settings import EngineSettings
 from engine.startup import ExecutorStart, start_executor
 from tests.checkpoints import make_checkpoint
+from tests.engine_scheduling.test_real_runner import answers
 from tests.fakes.engine.graphs import FakeDeviceGraphs
 from tests.fakes.engine.local_ranks import LocalRanksExecutor
 
 pytestmark = pytest.mark.timeout(300)
 """Each of several processes loads torch, perhaps while other tests run."""
-
-NUM_TOKENS = 12
-SHARED = [(7 * n) % 250 for n in range(40)]
-PROMPTS = [[3], SHARED[:16], SHARED, [*SHARED, 9, 9], [*SHARED[:20], 1, 2, 3], [200, 100] * 15]
-
-
-async def answers(client: EngineClient) -> list[list[int]]:
-    """Return the answers to each prompt: every other one is drawn with a seed, the rest are greedy."""
-
-    async def one(index: int, prompt: list[int]) -> list[int]:
-        sampling = SamplingParams(temperature=float(index % 2), seed=index, max_tokens=NUM_TOKENS)
-        request = EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)
-        return [token async for output in client.generate(request) for token in output.token_ids]
-
-    try:
-        return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(PROMPTS)))
-    finally:
-        await client.call("check_integrity")
 
 
 def ranks_as_threads(
