@@ -63,7 +63,7 @@ def plain_schemas(texts: Sequence[str], *, is_lenient: bool = False) -> list[str
         documents: list[Any] = []
         schemas: list[Schema] = []
         for text in texts:
-            root = json.loads(text, parse_constant=_no_number)
+            root = json.loads(text, parse_constant=no_number)
             if isinstance(root, dict):
                 reducer = _Reducer(root, is_lenient=is_lenient)
                 root = reducer.reduced(root, ())
@@ -212,7 +212,8 @@ def _settle_name_patterns(schemas: Sequence[Schema], *, is_lenient: bool) -> Non
         one.pop("additionalProperties", None)
 
 
-def _no_number(name: str) -> None:
+def no_number(name: str) -> Any:
+    """Raise ValueError for NaN and infinities, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is not a number of JSON")
 
 

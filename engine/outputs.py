@@ -122,10 +122,6 @@ class LogprobsLists(NamedTuple):
     sampled_token_ranks: list[int]
     cu_num_generated_tokens: list[int] | None = None
 
-    def first_row_of(self, index: int) -> int:
-        """Return the row of the first token of request ``index``; its further tokens have the next rows."""
-        return index if self.cu_num_generated_tokens is None else self.cu_num_generated_tokens[index]
-
 
 @dataclass
 class OtherChoices:

@@ -68,14 +68,16 @@ class Flip:
     async def _carry_out(self) -> None:
         """Carry out the newest order, and those that come meanwhile."""
         num_drains = self._lifecycle.num_drains
-        while (step := self._next_step(num_drains)) is not FlipStep.END:
+        while self._order is not None:
+            step = next_flip_step(self._lifecycle, self._order, num_drains, self.settling.answers)
             match step:
+                case FlipStep.END:
+                    break
                 case FlipStep.WAIT_SETTLED:
                     await self.settling.settled.wait()
                 case FlipStep.WAIT_ANSWERED:
                     await self.settling.wait_answered()
                 case FlipStep.CLOSE:
-                    assert self._order is not None, "the change is under way"
                     self._lifecycle.next_role = worker_role(self._order.role)
                     # Of nothing, so that no router binds a leg of a role that is about to end.
                     self._routers().send_credit()
@@ -89,11 +91,6 @@ class Flip:
         if self._lifecycle.next_role:
             self._lifecycle.next_role = None
             self._routers().send_credit()
-
-    def _next_step(self, num_drains: int) -> FlipStep:
-        if self._order is None:
-            return FlipStep.END
-        return next_flip_step(self._lifecycle, self._order, num_drains, self.settling.answers)
 
     def _change_role(self, *, is_kept: bool) -> None:
         """Take the role now: every router has answered that it binds no leg by the former one.

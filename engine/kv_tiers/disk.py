@@ -71,11 +71,11 @@ class DiskTier:
 
     def forget(self, slots: Sequence[int]) -> None:
         """See TierStorage."""
-        self._thread.submit(self._unless_off, self._forget, slots)
+        self._thread.submit(self._unless_off, self._folder.clear, slots)
 
     def restart(self, model: str | None) -> None:
         """See TierStorage."""
-        self._thread.submit(self._unless_off, self._restart, model)
+        self._thread.submit(self._unless_off, self._folder.restart, model)
 
     def settle(self, timeout_seconds: float | None = None) -> bool:
         """See TierStorage."""
@@ -86,12 +86,12 @@ class DiskTier:
         self._thread.shutdown()  # with what waits: content that was dropped must not come back at the next start
         self._folder.close()
 
-    def _unless_off(self, action: Callable[[_T], int], argument: _T) -> int:
-        """Return the result of an action; 0 if the disk fails, or has failed."""
+    def _unless_off(self, action: Callable[[_T], int | None], argument: _T) -> int:
+        """Return the number of an action, if it has any; 0 if the disk fails, or has failed."""
         if self.is_off:
             return 0
         try:
-            return action(argument)
+            return action(argument) or 0
         except OSError as error:
             self.is_off = True
             self._on_failure(
@@ -115,11 +115,3 @@ class DiskTier:
             return len(copies)
 
         return fill_blocks(self._memory, [copy.block_id for copy in copies], fill)
-
-    def _forget(self, slots: Sequence[int]) -> int:
-        self._folder.clear(slots)
-        return len(slots)
-
-    def _restart(self, model: str | None) -> int:
-        self._folder.restart(model)
-        return self.num_slots

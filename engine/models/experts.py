@@ -107,10 +107,3 @@ def experts_of(num_experts: int, num_ranks: int, rank: int) -> range:
     """Return the experts that a rank has; the ranks' numbers of them differ by at most one."""
     first, end = (index * num_experts // num_ranks for index in (rank, rank + 1))
     return range(first, end)
-
-
-def spread_experts(model: nn.Module, exchange: TokenExchange) -> None:
-    """Divide the experts of all layers among the ranks of a group, which ``DecoderConfig.check_spread`` allows."""
-    for module in list(model.modules()):
-        if isinstance(module, SparseMLP):
-            module.spread(exchange)

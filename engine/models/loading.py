@@ -22,7 +22,7 @@ from engine.models.checkpoint import (
     resolve_dtype,
 )
 from engine.models.config import Head, ModelInfo, ModelShape, RawConfig, check_counts
-from engine.models.experts import TokenExchange, spread_experts
+from engine.models.experts import SparseMLP, TokenExchange
 from engine.models.language_model import LanguageModel
 from engine.models.load_progress import LoadProgress
 from engine.models.registry import architecture_name, find_architecture
@@ -123,7 +123,9 @@ def load(
         model = architecture.build(of_rank, plan.head, group).to(DTYPES[plan.dtype])
     all_names = {name for name, _ in model.named_parameters()}
     if exchange is not None:
-        spread_experts(model, exchange)
+        for module in list(model.modules()):
+            if isinstance(module, SparseMLP):
+                module.spread(exchange)
     elsewhere = all_names - {name for name, _ in model.named_parameters()}
     numbers = _numbers(model, plan.weights, plan.dtype, device, group, fp8_products)
     load_weights(model, plan.weights, device, lambda tensor: part_of(tensor, plan.config, group), elsewhere)

@@ -51,7 +51,7 @@ def register() -> None:
     """Register both names with transformers; a second call changes nothing."""
     for name in (SERVING, ASKING):
         AttentionInterface.register(name, _attend)
-    AttentionMaskInterface.register(ASKING, _asked_mask)
+    AttentionMaskInterface.register(ASKING, lambda *_, mask_function, **__: AskedMask(mask_function))
 
 
 def attach(model: nn.Module, answer: "PagedAttention | Survey") -> None:
@@ -156,10 +156,6 @@ def _why_masked_otherwise(mask: object, window: int | None) -> str | None:
     if is_causal and is_whole:
         return None
     return f"a layer's mask is not the causal one with the window that its attention names ({window})"
-
-
-def _asked_mask(*_: object, mask_function: MaskFunction, **__: object) -> AskedMask:
-    return AskedMask(mask_function)
 
 
 def _attend(

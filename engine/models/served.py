@@ -213,6 +213,9 @@ def _examine_transformers(
     shape = facts["kv_shape"]
     name = _named_dtype(dtype, raw) if checkpoint is None else resolve_dtype(dtype, raw, checkpoint)
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
+    num_numbers = None
+    if checkpoint is not None:
+        num_numbers = sum(prod(checkpoint.shape(each)) for each in checkpoint.names())
     return Served(
         architecture=str(architecture_name(raw)),
         is_own=False,
@@ -220,7 +223,7 @@ def _examine_transformers(
         dtype=name,
         kv_dtype=kv_dtype,
         quantisation=None,
-        num_weight_bytes=_bytes(None if checkpoint is None else _num_numbers(checkpoint), name),
+        num_weight_bytes=_bytes(num_numbers, name),
         kv_bytes_per_token=_bytes(2 * prod(shape) if shape else None, kv_dtype),
         max_model_len=model_length(max_model_len, facts["num_positions"]),
         has_weights=checkpoint is not None,
@@ -239,10 +242,6 @@ def _ask_transformers(folder: Path) -> dict[str, Any]:
     if "problem" in facts:
         raise SettingError(facts["problem"], param="model")
     return facts
-
-
-def _num_numbers(weights: Weights) -> int:
-    return sum(prod(weights.shape(name)) for name in weights.names())
 
 
 def _named_dtype(setting: str, raw: RawConfig) -> str | None:

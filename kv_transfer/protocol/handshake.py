@@ -216,7 +216,12 @@ class Accepting:
                 is_proved = self._transcript.is_proved(_DIALER_REFUSES, message)
                 raise _refusal(message, is_proved, "the dialing worker gave up")
             case Hello() if self._hello is None:
-                return [self._challenge_for(message)]
+                _check_names(message, "the dialing worker")
+                _common_protocol(message, f"worker {message.worker_id}")
+                self._hello = message
+                self._transcript.add(message)
+                challenge = Challenge(*_introduction(self._me.settings), proof="")
+                return [self._transcript.proved(_CHALLENGE, challenge)]
             case Prove() if self._hello is not None and self.session is None:
                 return [self._welcome_for(message, self._hello)]
         raise UnauthenticatedError(f"{type(message).__name__} came in the middle of the handshake")
@@ -229,13 +234,6 @@ class Accepting:
     def refusal(self, error: KvbatonError) -> Refused:
         """Return the last message to a dialer that is refused."""
         return self._transcript.proved(_ACCEPTOR_REFUSES, Refused(error.kind, error.message))
-
-    def _challenge_for(self, hello: Hello) -> Challenge:
-        _check_names(hello, "the dialing worker")
-        _common_protocol(hello, f"worker {hello.worker_id}")
-        self._hello = hello
-        self._transcript.add(hello)
-        return self._transcript.proved(_CHALLENGE, Challenge(*_introduction(self._me.settings), proof=""))
 
     def _welcome_for(self, prove: Prove, hello: Hello) -> Welcome:
         me = self._me

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from contract.json_schema import no_number
 from text.chat import Message
 from text.templates.turns import (
     content_text,
@@ -225,7 +226,7 @@ def as_object(text: str) -> dict[str, Any] | None:
     if text.count("{") + text.count("[") > _MAX_DEPTH and _depth(text) > _MAX_DEPTH:
         return None
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=no_number)
         # Half of a surrogate pair is valid JSON, but no tokenizer accepts it.
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
@@ -264,7 +265,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("duplicate key")
     return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

@@ -15,7 +15,7 @@ from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batch.admission import Admission, Preemption
 from engine.scheduling.batch.drafting import Drafting
 from engine.scheduling.batch.fair_steps import FairStep, FairSteps
-from engine.scheduling.batch.policy import Stage, make_policy
+from engine.scheduling.batch.policy import POLICIES, Stage
 from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.queues import BatchQueues, PriorityQueue
@@ -176,7 +176,7 @@ class Batcher:
         self.fair_steps = FairSteps(options.max_key_slowdown, clock)
         self.admission = Admission(queues, pool, options.max_num_seqs, totals, clock, waits, loads)
         self.next_step = NextStep(queues, pool, self.admission, options.max_num_batched_tokens, max_length)
-        self.policy = make_policy(options, queues, clock)
+        self.policy = POLICIES[options.scheduling_policy](options, queues, clock)
         self.drafting: Drafting | None = None
         if options.speculate != "none":  # otherwise nothing of it runs in a step
             self.drafting = Drafting(queues, pool, self.fair_steps, options, max_length, totals)

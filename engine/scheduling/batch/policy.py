@@ -92,11 +92,5 @@ class PrefillFirst(SchedulingPolicy):
         return self._clock() - earliest_arrival > factor * self.last_prompt_latency
 
 
-_POLICIES = {"chunked-prefill": ChunkedPrefill, "prefill-first": PrefillFirst}
-
-
-def make_policy(
-    options: BatchingOptions, queues: BatchQueues, clock: Callable[[], float]
-) -> SchedulingPolicy:
-    """Return the policy that ``scheduling_policy`` names."""
-    return _POLICIES[options.scheduling_policy](options, queues, clock)
+POLICIES = {"chunked-prefill": ChunkedPrefill, "prefill-first": PrefillFirst}
+"""Policies by the values of ``scheduling_policy``."""

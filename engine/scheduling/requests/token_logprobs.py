@@ -66,7 +66,8 @@ def sampled_logprobs(
         return None
     if lists is None:
         raise ValueError(f"{num_alternatives} log probabilities were asked for, the runner gave none")
-    first = lists.first_row_of(index)
+    rows = lists.cu_num_generated_tokens
+    first = index if rows is None else rows[index]
     return [_entry(lists, row, num_alternatives) for row in range(first, first + num_tokens)]
 
 

@@ -105,10 +105,6 @@ def _schema(value: Any) -> Grammar:
     return Grammar("json_schema", value if isinstance(value, str) else _written(value))
 
 
-def _json_object(value: Any) -> Grammar | None:
-    return Grammar("json_object") if Body({"json_object": value}).flag("json_object") else None
-
-
 def _ebnf(value: Any) -> Grammar:
     """Read a grammar: a text, or an object that names its syntax, as in OpenAI's custom tools."""
     if not isinstance(value, dict):
@@ -151,7 +147,9 @@ _KINDS: dict[str, _Reader] = {
     "regex": lambda value: Grammar("regex", _text(value)),
     "choice": lambda value: Grammar("choice", _written(value)),
     "grammar": _ebnf,
-    "json_object": _json_object,
+    "json_object": lambda value: (
+        Grammar("json_object") if Body({"json_object": value}).flag("json_object") else None
+    ),
 }
 _EXTENSIONS: dict[str, _Reader] = {
     "structured_outputs": _structured_outputs,
