@@ -121,17 +121,17 @@ async def until(is_so: Callable[[], bool], otherwise: Callable[[], str]) -> None
 
 @asynccontextmanager
 async def running_scaled(
-    folder: Path, timing: TimingModel | None, *flags: str
+    folder: Path, timing: TimingModel | None, *flags: str, model: Path | None = None
 ) -> AsyncIterator[ScaledService]:
     """Run a service with these bounds, which begins with the least workers and decides twice a second.
 
-    timing: of its timing file; None: it has none.
+    timing: of its timing file; None: it has none. model: None: the scripted one.
     """
     file: tuple[str, ...] = ()
     if timing is not None:
         write_timing(folder / "timing.json", timing)
         file = ("--timing", str(folder / "timing.json"))
-    model = make_scripted_checkpoint(folder / "model")
+    model = model or make_scripted_checkpoint(folder / "model")
     given = ("--model", str(model), "--dtype", "float32", "--num-threads", "1", "--drain-seconds", "20")
     scaled = ("--autoscale", *file, *_PACE, *NO_GOALS)
     async with running_service(folder, *given, *scaled, *flags) as service:
