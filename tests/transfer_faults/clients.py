@@ -195,6 +195,10 @@ class RequestClient:
         if output.finish_reason is FinishReason.ERROR:
             self._note_error(output)
             attempt.error = attempt.error or f"{output.error_kind}: {output.error_message}"
+        end = output.first_index + len(output.token_ids)
+        if output.finish_reason is FinishReason.LENGTH and end < len(self.question.answer):
+            self._break(f"attempt {attempt.number} ends before token {end}")
+            attempt.error = "it is too short"
         if attempt.error or self._has_all(attempt):
             attempt.over.set()
 

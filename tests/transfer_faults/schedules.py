@@ -18,10 +18,11 @@ from tests.transfer_faults.clients import RequestClient, Tally, draw_questions
 from tests.transfer_faults.faults import WORLD_FAULTS, draw_faults, wait_a_moment
 from tests.transfer_faults.world import Terrain, World, running_world
 
+# Each pool has room for the longest prompt with its answer: a replay computes a prompt with most of the answer behind it.
 TERRAINS = (
     Terrain("tcp", (40, 40)),
     Terrain("shm", (24, 24)),
-    Terrain("tcp", (11, 24)),
+    Terrain("tcp", (12, 24)),
     Terrain("shm", (24, 13)),
     Terrain("tcp", (24, 13)),
     Terrain("nixl", (24, 16)),
