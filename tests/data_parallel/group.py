@@ -164,7 +164,10 @@ def running_group(
             executor.runner = rank.runner = MeetingRunner(executor.memory, collective)
             return executor, executor.memory.num_blocks
 
-        engine_plan = EnginePlan(settings=settings or fake_settings(), start=start, gate=gate)
+        # An idle engine wakes by its input alone.
+        engine_plan = EnginePlan(
+            settings=settings or fake_settings(), start=start, gate=gate, idle_seconds=3600.0
+        )
         rank.ended = run_engine(engine_plan, rank.inbox, rank.emit)
 
     threads = [

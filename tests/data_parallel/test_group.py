@@ -14,7 +14,7 @@ from contract.errors import InvalidRequestError, SettingError
 from data_parallel.member import Member
 from data_parallel.shared_steps import SharedSteps, create_steps, machine_identity
 from data_parallel.steps import CoordinatorSteps, ParticipantSteps, PartInfo
-from engine.hosting.messages import Shutdown
+from engine.hosting.messages import Health, Shutdown
 from tests.data_parallel.group import Rank, has_stopped, running_group, until
 from tests.engine_scheduling.stepping import POLICIES, fake_request, fake_settings
 from tests.fakes.engine.fakes import CRASH_TOKEN, fake_answer
@@ -41,6 +41,8 @@ def test_the_worked_trace(num_sharing: int | None) -> None:
     """
     is_shared = num_sharing is None
     with running_group(4, look_ahead=0, num_sharing=num_sharing) as ranks:
+        for rank in ranks:  # they wait for input, and for nothing else, once they have reported their state
+            rank.wait(lambda it: isinstance(it.said[-1], Health))
         ranks[0].add(fake_request("a", [1, 2, 3], max_tokens=1))
         ranks[0].wait(lambda rank: bool(rank.outputs and rank.outputs[-1].is_leg_finished))
         counts = [rank.member.counts for rank in ranks if rank.member]
