@@ -16,7 +16,7 @@ from itertools import groupby
 from cli.terminal import printable
 from contract.errors import KvbatonError, SettingError
 from serving.settings_file import nearest
-from serving.signals import Terminated, raising
+from serving.signals import STOP_SIGNALS, Terminated, raising
 
 _MACHINE = "one machine"
 _ASK = "use a model"
@@ -45,7 +45,8 @@ class Command:
     def run(self, arguments: Sequence[str]) -> None:
         """Run the command until it ends."""
         module, _, name = self.function.partition(":")
-        with raising(signal.SIGINT):  # Python's own handler does not record that a signal has arrived
+        # One around the imports alone, so that a signal that native code drops ends the command after them.
+        with raising(*STOP_SIGNALS):
             function: Callable[[Sequence[str]], None] = getattr(import_module(module), name)
         function(arguments)
 

@@ -16,7 +16,7 @@ from launch.model import check_model, find_model
 from launch.processes import ROUTER, local_processes
 from launch.settings import LocalSettings
 from launch.supervisor import Supervisor
-from serving.signals import StopEvent, result_of, until_stopped
+from serving.signals import StopEvent, exception_of, result_of, until_stopped
 
 T = TypeVar("T")
 WhenReady = Callable[[dict[str, Facts], asyncio.Event], Awaitable[None]]
@@ -63,7 +63,13 @@ async def run_until_signal(
         is_done = True
 
     async with until_stopped() as stopped:
-        await serve(stopped, use)
+        try:
+            await serve(stopped, use)
+        except Exception as error:
+            if is_done or stopped.number is None:
+                raise
+            # what was in use has been stopped meanwhile
+            raise exception_of(stopped.number) from error
     if not is_done:
         stopped.raise_signal()
 

@@ -7,6 +7,7 @@ service that stops in an order of its own waits for an event (``until_stopped``)
 
 import asyncio
 import signal
+import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
@@ -56,18 +57,27 @@ def exception_of(number: int) -> KeyboardInterrupt:
 def raising(*numbers: signal.Signals) -> Iterator[None]:
     """Make these signals raise their exceptions within the block, so that its ``finally`` clauses run. Main thread only.
 
-    Any other exception that ends the block after a signal stands for the signal: native code that an exception interrupts,
-    such as pydantic's while it builds a class, raises one of its own.
+    Any other exception that ends the block after a signal stands for the signal, and so does a block that ends as if there
+    had been none: native code that an exception interrupts, such as pydantic's while it builds a class, raises one of its
+    own, or drops it.
     """
     arrived: list[int] = []
+    earlier_hook = sys.unraisablehook
+
+    def ignore_signals(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            earlier_hook(unraisable)
 
     def raise_signal(number: int, _frame: FrameType | None) -> NoReturn:
         arrived.append(number)
         raise exception_of(number)
 
     earlier = {number: signal.signal(number, raise_signal) for number in numbers}
+    sys.unraisablehook = ignore_signals
     try:
         yield
+        if arrived:
+            raise exception_of(arrived[0])
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -75,6 +85,7 @@ def raising(*numbers: signal.Signals) -> Iterator[None]:
             raise exception_of(arrived[0]) from error
         raise
     finally:
+        sys.unraisablehook = earlier_hook
         for number, handler in earlier.items():
             signal.signal(number, handler)
 
