@@ -45,7 +45,7 @@ class Command:
     def run(self, arguments: Sequence[str]) -> None:
         """Run the command until it ends."""
         module, _, name = self.function.partition(":")
-        # One around the imports alone, so that a signal that native code drops ends the command after them.
+        # This block covers the imports only: if native code drops the exception of a signal, the block raises it after them.
         with raising(*STOP_SIGNALS):
             function: Callable[[Sequence[str]], None] = getattr(import_module(module), name)
         function(arguments)

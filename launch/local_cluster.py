@@ -16,7 +16,7 @@ from launch.model import check_model, find_model
 from launch.processes import ROUTER, local_processes
 from launch.settings import LocalSettings
 from launch.supervisor import Supervisor
-from serving.signals import StopEvent, exception_of, result_of, until_stopped
+from serving.signals import StopEvent, result_of, until_stopped
 
 T = TypeVar("T")
 WhenReady = Callable[[dict[str, Facts], asyncio.Event], Awaitable[None]]
@@ -65,11 +65,10 @@ async def run_until_signal(
     async with until_stopped() as stopped:
         try:
             await serve(stopped, use)
-        except Exception as error:
-            if is_done or stopped.number is None:
-                raise
-            # what was in use has been stopped meanwhile
-            raise exception_of(stopped.number) from error
+        except Exception:
+            if not is_done:
+                stopped.raise_signal()  # the signal has stopped what was in use, and so caused the error
+            raise
     if not is_done:
         stopped.raise_signal()
 

@@ -123,7 +123,7 @@ class Dispatcher:
             result = CallResult(call.call_id, None, error.kind.value, error.message)
         # What a caller of a utility gets wrong, or a check of integrity finds, must not end the engine.
         except (AssertionError, TypeError) as error:
-            name = call.method if isinstance(call, Call) else "prepare"
+            name = call.method if isinstance(call, Call) else type(call).__name__.lower()
             logger.exception("utility %s failed", name)
             result = CallResult(call.call_id, None, ErrorKind.INTERNAL.value, f"{name}: {error!r}")
         emit(result)

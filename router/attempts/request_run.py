@@ -189,7 +189,8 @@ class RequestRun:
         turn = suspects.turn(self, deadline) if self.failures.is_suspect else _NO_TURN
         try:
             async with turn as occupied:
-                request = structs.replace(request, full=occupied)
+                if occupied is not None:  # it is a suspect, as few requests are
+                    request = structs.replace(request, full=occupied)
                 with await self._prompt.parts.queue.reserve(
                     request, _order(self.request, request), deadline
                 ) as reservation:
