@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ POOLS = ("room", "turnover")
 Rates = tuple[float, float]
 """Tokens by time, and by CPU time of all threads."""
 _FIRST_TOKENS = 4
+_ANSWER = 64
 # They touch memory, and fill the tier.
 _WARM_UPS = 3
 
@@ -77,6 +79,8 @@ class Engine:
                 host_kv_bytes=self.num_slots * block_bytes,
             )
         )
+        if self.plan.context + _ANSWER > self.core.info.max_model_len:
+            raise SystemExit(f"--context must be at most {self.core.info.max_model_len - _ANSWER} for this model")
         assert isinstance(self.core.scheduler, Scheduler)
         self.scheduler = self.core.scheduler
 
@@ -109,13 +113,14 @@ class Engine:
     def resume_seconds(self) -> float:
         """Return how long a request with a long context takes to resume, when another prompt has had its blocks."""
         context = self.plan.context
-        first = self.add("first", context, 64, priority=2)
-        victim = self.add("victim", context, 64)
+        first = self.add("first", context, _ANSWER, priority=2)
+        victim = self.add("victim", context, _ANSWER)
         while (
             victim not in {one.key for one in self.scheduler.queues.waiting}
             or len(self.scheduler.requests[victim].token_ids) == context
         ):
             self.step()
+            assert victim in self.scheduler.requests, "the victim was never preempted"
         self.add("other", context, _FIRST_TOKENS, priority=1)
         started: float | None = None
         while True:
@@ -174,6 +179,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     rates: dict[str, dict[str, list[Rates]]] = {pool: {name: [] for name in KINDS} for pool in POOLS}
     stored: dict[str, list[int]] = {pool: [] for pool in POOLS}
     for number in range(plan.rounds + _WARM_UPS):
+        begun = time.monotonic()
         order = list(KINDS) if number % 2 else list(reversed(KINDS))
         for name in order:
             pause = resumed[name].resume_seconds()
@@ -185,6 +191,8 @@ def measure(plan: Plan) -> dict[str, Any]:
                 if number >= _WARM_UPS:
                     rates[pool][name].append(rate)
                     stored[pool] += [num_stored] if KINDS[name] else []
+        place = f"round {number - _WARM_UPS + 1}" if number >= _WARM_UPS else "warm-up"
+        print(f"{place} of {plan.rounds}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     loaded = resumed["with"].core.call("counters", [])["kv_tier_loaded_blocks_total{tier=host}"]
     for engine in (*resumed.values(), *(engine for pair in served.values() for engine in pair.values())):
         engine.core.close()
