@@ -146,10 +146,12 @@ class Scheduler(SchedulerState):
                 self.live.finish(ready.request, ready.finish)
             elif ready.request.received is not None:
                 self._results.apply_received(ready.request)
-            elif self.pool.num_blocks_of(ready.request.key):  # they came from a tier
-                self.queues.arrived.add(ready.request)
             else:
-                self.queues.waiting.add(ready.request)
+                came_from_tier = self.pool.num_blocks_of(ready.request.key)
+                queue = self.queues.arrived if came_from_tier else self.queues.waiting
+                queue.add(ready.request)
+                # The gate may delay the step; what it was asked for is no longer pending then.
+                self.live.has_changes = True
 
     def _advance(self, tiers: KVTiers) -> None:
         """Let the tiers copy, behind a step and before the next one is planned: blocks that are copied are held by then."""

@@ -81,6 +81,19 @@ def test_a_request_goes_through_a_stage_of_its_own_and_others_do_not_wait() -> N
     assert engine.tokens("a#0.0") == fake_answer(PROMPT, 4) and not stage.given_up
 
 
+def test_a_request_that_a_delayed_step_has_queued_still_needs_a_step() -> None:
+    """A gate may process events and then delay the step: what was pending is queued by then, and nothing else runs."""
+    engine, stage = staged()
+    engine.add(adapted())
+    engine.run()
+    assert not engine.core.needs_step()
+    stage.load("a#0.0")
+    engine.core.process_events()
+    assert engine.core.needs_step()
+    engine.run()
+    assert engine.tokens("a#0.0") == fake_answer(PROMPT, 4)
+
+
 @pytest.mark.parametrize("is_kv_first", [True, False])
 def test_a_decode_leg_waits_for_its_kv_and_for_the_stage(is_kv_first: bool) -> None:
     """It keeps its blocks meanwhile, and starts when it has both."""
