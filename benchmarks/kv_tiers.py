@@ -32,6 +32,7 @@ Rates = tuple[float, float]
 """Tokens by time, and by CPU time of all threads."""
 _FIRST_TOKENS = 4
 _ANSWER = 64
+_LOOK_SECONDS = 0.0002
 # They touch memory, and fill the tier.
 _WARM_UPS = 3
 
@@ -80,7 +81,9 @@ class Engine:
             )
         )
         if self.plan.context + _ANSWER > self.core.info.max_model_len:
-            raise SystemExit(f"--context must be at most {self.core.info.max_model_len - _ANSWER} for this model")
+            raise SystemExit(
+                f"--context must be at most {self.core.info.max_model_len - _ANSWER} for this model"
+            )
         assert isinstance(self.core.scheduler, Scheduler)
         self.scheduler = self.core.scheduler
 
@@ -95,8 +98,13 @@ class Engine:
         return request.key
 
     def step(self) -> dict[str, int]:
-        """Run a step; return how many tokens each request got."""
+        """Run a step when there is something to do; return how many tokens each request got."""
         given: dict[str, int] = {}
+        self.core.process_events()
+        if not self.core.needs_step():
+            # As the loop of a worker, which is woken: empty steps would keep the interpreter from the tier's thread.
+            time.sleep(_LOOK_SECONDS)
+            return given
         for outputs in self.core.step().values():
             for output in outputs:
                 key = f"{output.request_id}#{output.choice}.{output.attempt}"
