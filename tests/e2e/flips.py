@@ -36,7 +36,7 @@ _NUM_PREFIXES = 8
 _NUM_TAILS = 8
 _PREFIX_TOKENS = 160
 _MOST_UNSTEADY = 64
-"""So many questions are replaced at most, since their answers depend on rounding."""
+"""The number of questions that may be replaced, since their answers depend on rounding."""
 
 
 class FlipRun:
