@@ -156,14 +156,16 @@ async def _wait_ready(service: Service) -> None:
 def counter(texts: list[str], name: str, **labels: str) -> float:
     """Return the sum of one counter over several /metrics texts; fail if no text has the name."""
     total, found = 0.0, False
+    others = []
     for text in texts:
         for line in text.splitlines():
             match = re.match(r"(\w+)(?:\{([^}]*)\})? (\S+)$", line)
             if match is None or match[1] != name:
                 continue
+            others.append(line)
             have = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
             if all(have.get(key) == value for key, value in labels.items()):
                 total, found = total + float(match[3]), True
     if not found:
-        raise AssertionError(f"no process exports {name} with {labels}")
+        raise AssertionError(f"no process exports {name} with {labels}, but {others}")
     return total
