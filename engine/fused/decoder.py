@@ -16,7 +16,7 @@ from engine.fused.rows import HeadNorms, Heads, add_rms_norm, rotated_heads, sil
 from engine.fused.small_batch import Norm, SmallBatch
 from engine.fused.small_batch_tiles import Form, Tiles
 from engine.models.config import DecoderConfig
-from engine.models.decoder import CausalLM, DecoderLayer, GatedMLP, RMSNorm, rotation
+from engine.models.decoder import CausalLM, DecoderLayer, GatedMLP, RMSNorm
 from engine.models.language_model import LanguageModel
 from engine.models.linear import LinearOp, joined
 
@@ -98,7 +98,7 @@ class FusedDecoder(LanguageModel):
         """See LanguageModel."""
         decoder = self._plain.model
         states: Tensor = decoder.embed_tokens(input_ids)
-        turn = rotation(decoder.frequencies, positions, states.dtype)
+        turn = decoder.rotation(positions, states.dtype)
         residual = Residual(states, self._config.rms_norm_eps, self._small_batch)
         for index, layer in enumerate(self._layers):
             cache = None if caches is None else caches[index]

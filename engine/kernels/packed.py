@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from contract.errors import InternalError
 from engine.kernels.binding import NUM_CODES, PANEL, CLayer, CLinear, CModel, Kernels
 from engine.models.config import DecoderConfig
-from engine.models.decoder import CausalLM, DecoderLayer, GatedMLP, RMSNorm, rotation
+from engine.models.decoder import CausalLM, DecoderLayer, GatedMLP, RMSNorm
 from engine.models.linear import LinearOp, Product
 from engine.models.load_progress import LoadProgress
 
@@ -167,7 +167,7 @@ class PackedWeights:
             self.head = packer.linear(head) if head else None
         share = 100 * packer.num_others / num_weights
         logger.info("%d weights are compressed to 12 bits, but for %.2g %% of them", num_weights, share)
-        angles = rotation(model.model.frequencies, torch.arange(max_length), torch.bfloat16)
+        angles = model.model.rotation(torch.arange(max_length), torch.bfloat16)
         cosines, sines = (
             packer.address(table[:, 0, : config.head_dim // 2].contiguous()) for table in angles
         )

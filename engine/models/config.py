@@ -37,7 +37,11 @@ class RopeConfig:
     """The parameters that map positions to angles.
 
     rope_type: "default"; "linear" divides every frequency by ``factor``; "llama3" divides the low ones, keeps the
-    high ones, and blends between wavelengths of ``original_max_position_embeddings`` / high_ and / low_freq_factor.
+    high ones, and blends between wavelengths of ``original_max_position_embeddings`` / high_ and / low_freq_factor;
+    "yarn" blends between the dimensions that turn ``beta_fast`` and ``beta_slow`` times within the original length;
+    "dynamic" raises theta for a longest context (``length``) beyond the original one; "longrope" divides each frequency by
+    its own factor: one of ``short_factors`` up to the original length, else one of ``long_factors``.
+    attention_factor: multiplies cosines and sines. truncate: yarn's dimensions are whole numbers.
     """
 
     rope_type: str
@@ -46,6 +50,46 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    length: int = 0
+
+    def lengths(self, num_positions: int) -> tuple[int, int]:
+        """See ``context_lengths``."""
+        return context_lengths(
+            self.rope_type, num_positions, self.original_max_position_embeddings, self.factor
+        )
+
+    def angles(self, length: int) -> str:
+        """See ``name_angles``."""
+        return name_angles(self.rope_type, self.original_max_position_embeddings, length)
+
+
+class OtherRopeError(SettingError):
+    """Angles that our own decoder cannot compute, and a model of transformers perhaps can."""
+
+
+def context_lengths(rope_type: str, num_positions: int, original: int, factor: float) -> tuple[int, int]:
+    """Return the longest context without a setting, and the longest that a setting may ask for, in tokens.
+
+    With "longrope" a context beyond the original length changes the angles of all tokens, so it has to be asked for.
+    """
+    if rope_type == "longrope":
+        return min(num_positions, original), num_positions
+    if rope_type in ("yarn", "dynamic"):
+        return num_positions, max(num_positions, int(factor * original))
+    return num_positions, num_positions
+
+
+def name_angles(rope_type: str, original: int, length: int) -> str:
+    """Return a name of angles that depend on the longest context, for the fingerprint of the KV; empty for all others."""
+    if length <= original or rope_type not in ("longrope", "dynamic"):
+        return ""
+    return "+long-rope" if rope_type == "longrope" else f"+rope-of-{length}"
 
 
 @dataclass(frozen=True)

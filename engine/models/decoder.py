@@ -30,29 +30,65 @@ Stored = Callable[[], None]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angles per position in radians, float32 ``[head_dim / 2]``; the arithmetic follows transformers."""
+    """Return the angles per position in radians, float32 ``[head_dim / 2]``; the arithmetic follows transformers.
+
+    Sources: YaRN (Peng et al. 2023); LongRoPE (Ding et al. 2024); "dynamic" is NTK-aware scaling, of which transformers'
+    ``modeling_rope_utils`` has the formula.
+    """
+    theta = rope.theta
+    original = rope.original_max_position_embeddings
+    if rope.rope_type == "dynamic" and rope.length > original:
+        growth = rope.factor * rope.length / original - (rope.factor - 1)
+        theta *= growth ** (head_dim / (head_dim - 2))
     # On the host, not on the meta device of a model that is being built: no checkpoint has these numbers.
-    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
+    powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    if rope.rope_type == "longrope":
+        divisors = rope.long_factors if rope.length > original else rope.short_factors
+        return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device="cpu") * powers)
+    plain = 1.0 / powers
     if rope.rope_type == "linear":
         return plain / rope.factor
+    if rope.rope_type == "yarn":
+        keeps = 1 - _yarn_ramp(rope, head_dim)
+        return 1.0 / (rope.factor * powers) * (1 - keeps) + plain * keeps
     if rope.rope_type != "llama3":
         return plain
-    length = rope.original_max_position_embeddings
-    longest = length / rope.low_freq_factor
-    shortest = length / rope.high_freq_factor
+    longest = original / rope.low_freq_factor
+    shortest = original / rope.high_freq_factor
     wavelengths = 2 * math.pi / plain
     scaled = torch.where(wavelengths > longest, plain / rope.factor, plain)
-    smooth = (length / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - smooth) * scaled / rope.factor + smooth * scaled
     is_between = ~(wavelengths < shortest) & ~(wavelengths > longest)
     return torch.where(is_between, blended, scaled)
 
 
-def rotation(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every position's angles, each ``[num_tokens, 1, head_dim]``: in float32, then cast."""
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Return 0 for the dimensions that keep their frequency, 1 for those that are divided, float32 ``[head_dim / 2]``."""
+    length = rope.original_max_position_embeddings
+    first, last = (
+        head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    dimensions = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    return ((dimensions - first) / (last - first)).clamp(0, 1)
+
+
+def rotation(
+    frequencies: Tensor, positions: Tensor, dtype: torch.dtype, scaling: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of every position's angles, each ``[num_tokens, 1, head_dim]``: in float32, then cast.
+
+    scaling: multiplies both (``RopeConfig.attention_factor``).
+    """
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,6 +197,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer, group) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim)
+        self._rope_scaling = config.rope.attention_factor
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Return the rotation of each of ``positions`` ``[num_tokens]``; see the function ``rotation``."""
+        return rotation(self.frequencies, positions, dtype, self._rope_scaling)
 
     def forward(
         self,
@@ -175,7 +216,7 @@ class Decoder(nn.Module):
         caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None attends within the batch.
         """
         states: Tensor = self.embed_tokens(input_ids)
-        turn = rotation(self.frequencies, positions, states.dtype)
+        turn = self.rotation(positions, states.dtype)
         for index, layer in enumerate(self.layers):
             stored = None if watch is None else partial(watch.on_stored, index + 1)
             states = layer(states, turn, step, None if caches is None else caches[index], stored)

@@ -24,7 +24,7 @@ _PLACES = {"AutoConfig": f"{_PACKAGE}.models.auto.configuration_auto"}
 
 
 def main() -> None:
-    """Print {"num_positions", "is_tried", "kv_shape"}, or {"problem"} for a folder that is refused."""
+    """Print {"num_positions", "max_positions", "is_tried", "kv_shape"}, or {"problem"} for a folder that is refused."""
     try:
         found = _read(Path(sys.argv[1]))
     except SettingError as error:
@@ -44,7 +44,12 @@ def _read(folder: Path) -> dict[str, Any]:
         for module in [each for each in sys.modules if each.partition(".")[0] == _PACKAGE]:
             del sys.modules[module]
         facts = read_facts(folder, raw)
-    return {"num_positions": facts.num_positions, "is_tried": facts.is_tried, "kv_shape": facts.kv_shape}
+    return {
+        "num_positions": facts.num_positions,
+        "max_positions": facts.max_positions,
+        "is_tried": facts.is_tried,
+        "kv_shape": facts.kv_shape,
+    }
 
 
 def _import_without_init() -> bool:

@@ -3,6 +3,7 @@
 A missing field takes transformers' default, so that both read a checkpoint in the same way.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from engine.models.config import (
     DecoderConfig,
     Experts,
     Head,
+    OtherRopeError,
     RawConfig,
     RopeConfig,
     bad_config,
@@ -21,7 +23,7 @@ from engine.models.config import (
 )
 from engine.models.registry import Shapes
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _DEFAULT_THETA = 10000.0
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -37,33 +39,97 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 def rope_config(raw: RawConfig) -> RopeConfig:
     """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before it).
 
-    Raises SettingError for a rope type that is not in ROPE_TYPES, and for parameters that differ by layer.
+    Raises OtherRopeError for a rope type that is not in ROPE_TYPES, for parameters that differ by layer, and for angles of
+    a part of a head.
     """
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
         raise bad_config(f"the rope parameters are {parameters!r}; they must be an object")
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type not in ROPE_TYPES:
-        raise bad_config(
+        raise _other_rope(
             f"rope type {rope_type!r} is not served; the served ones are {', '.join(ROPE_TYPES)}"
         )
     if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise bad_config("rope parameters that differ by layer type are not served")
+        raise _other_rope("rope parameters that differ by layer type are not served")
     if parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise bad_config("partial_rotary_factor below 1 is not served")
+        raise _other_rope("partial_rotary_factor below 1 is not served")
     theta = positive_float(parameters, "rope_theta", positive_float(raw, "rope_theta", _DEFAULT_THETA))
     if rope_type == "default":
         return RopeConfig(rope_type, theta)
+    num_positions = positive_int(raw, "max_position_embeddings")
+    if rope_type in ("linear", "dynamic"):
+        factor = positive_float(parameters, "factor")
+        return RopeConfig(rope_type, theta, factor, original_max_position_embeddings=num_positions)
+    name = "original_max_position_embeddings"
+    original = positive_int(raw, name, positive_int(parameters, name, num_positions))
+    if rope_type == "yarn":
+        return _yarn(parameters, theta, original)
+    if rope_type == "longrope":
+        return _longrope(raw, parameters, theta, original, num_positions)
     factor = positive_float(parameters, "factor")
-    if rope_type == "linear":
-        return RopeConfig(rope_type, theta, factor)
     low = positive_float(parameters, "low_freq_factor")
     high = positive_float(parameters, "high_freq_factor")
     if low >= high:
         raise bad_config(f"low_freq_factor is {low}; it must be below high_freq_factor ({high})")
-    name = "original_max_position_embeddings"
-    nested = positive_int(parameters, name, positive_int(raw, "max_position_embeddings"))
-    return RopeConfig("llama3", theta, factor, low, high, positive_int(raw, name, nested))
+    return RopeConfig("llama3", theta, factor, low, high, original)
+
+
+def _other_rope(what: str) -> OtherRopeError:
+    return OtherRopeError(f"the model's config.json: {what}", param="model")
+
+
+def _yarn(parameters: RawConfig, theta: float, original: int) -> RopeConfig:
+    """Read yarn; without ``attention_factor`` it follows from the factor, or from mscale and mscale_all_dim."""
+    factor = positive_float(parameters, "factor")
+    attention = parameters.get("attention_factor")
+    if attention is not None:
+        scaling = positive_float(parameters, "attention_factor")
+    elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        scales = [_mscale(factor, positive_float(parameters, name)) for name in ("mscale", "mscale_all_dim")]
+        scaling = scales[0] / scales[1]
+    else:
+        scaling = _mscale(factor, 1.0)
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original_max_position_embeddings=original,
+        attention_factor=scaling,
+        beta_fast=positive_float(parameters, "beta_fast", 32.0),
+        beta_slow=positive_float(parameters, "beta_slow", 1.0),
+        truncate=parameters.get("truncate") is None or flag(parameters, "truncate"),
+    )
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(
+    raw: RawConfig, parameters: RawConfig, theta: float, original: int, num_positions: int
+) -> RopeConfig:
+    """Read longrope: a factor for every frequency, of short and of long contexts."""
+    factor = positive_float(parameters, "factor", num_positions / original)
+    growth = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    head_dim = positive_int(
+        raw, "head_dim", positive_int(raw, "hidden_size") // positive_int(raw, "num_attention_heads")
+    )
+    factors = []
+    for name in ("short_factor", "long_factor"):
+        given = parameters.get(name)
+        if not isinstance(given, list) or len(given) != head_dim // 2:
+            raise bad_config(f"{name} must be a list of {head_dim // 2} numbers, one of each frequency")
+        factors.append(tuple(positive_float({name: each}, name) for each in given))
+    return RopeConfig(
+        "longrope",
+        theta,
+        factor,
+        original_max_position_embeddings=original,
+        attention_factor=positive_float(parameters, "attention_factor", growth),
+        short_factors=factors[0],
+        long_factors=factors[1],
+    )
 
 
 def llama(raw: RawConfig) -> DecoderConfig:

@@ -131,7 +131,8 @@ def load(
     load_weights(model, plan.weights, device, lambda tensor: part_of(tensor, plan.config, group), elsewhere)
     model.place(device)
     has_head = plan.head is not Head.NONE
-    info = _info(folder, raw, plan.config, plan.length, plan.dtype, kv_dtype, has_head, numbers)
+    angles = plan.config.rope.angles(plan.length)
+    info = _info(folder, raw, plan.config, plan.length, plan.dtype, kv_dtype, has_head, numbers, angles)
     return LoadedModel(model.eval(), of_rank, info, group, exchange, describe_model(folder))
 
 
@@ -166,9 +167,10 @@ def _load_from_transformers(
     name = resolve_dtype(dtype, raw, checkpoint)
     kv_dtype = resolve_kv_dtype(kv_cache_dtype, name)
     found = TransformersCheckpoint(folder, raw, architecture)
-    length = model_length(max_model_len, found.num_positions)
-    model, shape = found.load(DTYPES[name], device)
-    info = _info(folder, raw, shape, length, name, kv_dtype, has_head=True, numbers=name)
+    length = model_length(max_model_len, found.num_positions, found.max_positions)
+    model, shape = found.load(DTYPES[name], device, length)
+    angles = found.angles(length)
+    info = _info(folder, raw, shape, length, name, kv_dtype, True, name, angles)
     return LoadedModel(model, shape, info, facts=describe_model(folder))
 
 
@@ -181,15 +183,17 @@ def _info(
     kv_dtype: str,
     has_head: bool,
     numbers: str,
+    angles: str,
 ) -> ModelInfo:
-    """Return the facts. numbers: what the model computes with."""
+    """Return the facts. numbers: what the model computes with. angles: a name of angles that the longest context changes."""
     if kv_dtype != dtype:  # each layer gets what those before computed from rounded KV
         numbers = f"{numbers}+{kv_dtype}-kv"
     return ModelInfo(
         vocab_size=shape.vocab_size,
         max_model_len=length,
         eos_token_ids=read_eos_token_ids(folder, raw),
-        fingerprint=model_fingerprint(folder, numbers),
+        # With the weights, not with the dtype: KV of other angles cannot be converted.
+        fingerprint=model_fingerprint(folder, numbers).replace("@", f"{angles}@", 1),
         dtype=dtype,
         kv_dtype=kv_dtype,
         has_head=has_head,

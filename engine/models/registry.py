@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from contract.errors import SettingError
-from engine.models.config import DecoderConfig, Head, RawConfig
+from engine.models.config import DecoderConfig, Head, OtherRopeError, RawConfig
 
 if TYPE_CHECKING:
     from engine.distributed.group import RankGroup
@@ -21,7 +22,7 @@ class Architecture:
     """The places of its parts as "module:name"; only the model's needs torch.
 
     config: a function of config.json. tensors: a function of the configuration. model: the model's class. may_fall_back:
-    transformers computes what ``config`` refuses.
+    transformers computes what ``config`` refuses; without it, only other angles (OtherRopeError).
     """
 
     config: str
@@ -43,9 +44,10 @@ class Architecture:
         return build(config, head, group)
 
 
+_GENERATES = "ForCausalLM"
 ARCHITECTURES = {
     f"{family}{kind}": Architecture(f"engine.models.families:{family.lower()}")
-    for kind in ("ForCausalLM", "Model")
+    for kind in (_GENERATES, "Model")
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
 }
 ARCHITECTURES["Qwen3MoeForCausalLM"] = Architecture("engine.models.families:qwen3_moe", may_fall_back=True)
@@ -66,11 +68,17 @@ def architecture_name(raw: RawConfig) -> str | None:
 
 def find_architecture(raw: RawConfig) -> Architecture | None:
     """Return our architecture of that name, None for another one, and where only transformers can compute this model."""
-    found = (ARCHITECTURES | _FOR_TESTS).get(str(architecture_name(raw)))
-    if found is not None and found.may_fall_back:
-        try:
-            found.read_config(raw)
-        except SettingError:
+    name = str(architecture_name(raw))
+    found = (ARCHITECTURES | _FOR_TESTS).get(name)
+    if found is None:
+        return None
+    try:
+        found.read_config(raw)
+    except OtherRopeError:
+        if name.endswith(_GENERATES) and find_spec("transformers"):
+            return None
+    except SettingError:
+        if found.may_fall_back:
             return None
     return found
 

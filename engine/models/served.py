@@ -6,7 +6,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,8 @@ def plan_own(
     scheme = read_scheme(raw)
     weights: Weights = checkpoint if scheme is None else Fp8Checkpoint(checkpoint, scheme)
     config = architecture.read_config(raw)
-    length = model_length(max_model_len, config.max_position_embeddings)
+    length = model_length(max_model_len, *config.rope.lengths(config.max_position_embeddings))
+    config = replace(config, rope=replace(config.rope, length=length))
     name = resolve_dtype(dtype, raw, weights)
     head = _head(folder, config, checkpoint)
     # Embedding models use code of their own for bidirectional attention, which config.json does not show.
@@ -153,14 +154,14 @@ def refuse_spreading(raw: RawConfig, num_ranks: int) -> None:
         )
 
 
-def model_length(setting: int | None, limit: int) -> int:
-    """Return the longest context. Raises SettingError if the setting is beyond the model's positions."""
+def model_length(setting: int | None, default: int, limit: int) -> int:
+    """Return the longest context. Raises SettingError if the setting is beyond ``limit``, the model's positions."""
     if setting is not None and setting > limit:
         raise SettingError(
             f"max_model_len is {setting}; the model has {limit} positions, so it must lie in 2..{limit}",
             param="max_model_len",
         )
-    return setting or limit
+    return setting or default
 
 
 def _examine_own(
@@ -196,7 +197,7 @@ def _examine_own(
         num_weight_bytes=_bytes(sum(counts.values()), name),
         num_expert_bytes=_bytes(num_of_experts, name) or 0,
         kv_bytes_per_token=_bytes(2 * config.num_layers * config.num_kv_heads * config.head_dim, kv_dtype),
-        max_model_len=model_length(max_model_len, config.max_position_embeddings),
+        max_model_len=model_length(max_model_len, *config.rope.lengths(config.max_position_embeddings)),
         has_weights=checkpoint is not None,
     )
 
@@ -225,7 +226,7 @@ def _examine_transformers(
         quantisation=None,
         num_weight_bytes=_bytes(num_numbers, name),
         kv_bytes_per_token=_bytes(2 * prod(shape) if shape else None, kv_dtype),
-        max_model_len=model_length(max_model_len, facts["num_positions"]),
+        max_model_len=model_length(max_model_len, facts["num_positions"], facts["max_positions"]),
         has_weights=checkpoint is not None,
     )
 

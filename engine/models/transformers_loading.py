@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
@@ -30,7 +31,7 @@ from engine.models.config import ModelShape, RawConfig, unserved
 from engine.models.language_model import LanguageModel
 from engine.models.load_progress import has_terminal
 from engine.models.paged_attention import ASKING, SERVING, AskedMask, PagedAttention, Survey, attach, register
-from engine.models.transformers_rules import read_facts, refusing
+from engine.models.transformers_rules import angles, read_facts, refusing
 from engine.outputs import NewRequestData, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ _HALF_TOLERANCE = 0.25
 # The share of tokens within the tolerance in 16 bits, in which rounding may send a token to another expert.
 _HALF_SHARE = 0.75
 _NAMES_SHOWN = 5
+_CHANGING_ANGLES = ("longrope", "dynamic")
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class _GivenStates(nn.Module):
 class TransformersCheckpoint:
     """A folder that transformers can read and whose configuration can be served.
 
-    num_positions: the longest context in tokens. Raises SettingError.
+    num_positions, max_positions: see ``TransformersFacts``. Raises SettingError.
     """
 
     def __init__(self, folder: Path, raw: RawConfig, architecture: str) -> None:
@@ -188,18 +190,26 @@ class TransformersCheckpoint:
         facts = read_facts(folder, raw)
         self._config = facts.config
         self.num_positions = facts.num_positions
+        self.max_positions = facts.max_positions
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> tuple[TransformersModel, ModelShape]:
-        """Load the weights onto ``device`` and check the model. Raises SettingError."""
+    def angles(self, length: int) -> str:
+        """Return the name of the angles of contexts of ``length`` tokens, for the model's fingerprint."""
+        return angles(self._config, length)
+
+    def load(
+        self, dtype: torch.dtype, device: torch.device, length: int
+    ) -> tuple[TransformersModel, ModelShape]:
+        """Load the weights onto ``device`` and check the model. length: its longest context. Raises SettingError."""
         register()
         with refusing(self._architecture, ASKING, AskedMask.__name__):
             whole = self._read(dtype).to(device).requires_grad_(False)
+            _fix_angles(whole, length)
             with torch.inference_mode():
                 survey = Survey(self._architecture)
                 attach(whole, survey)
                 tokens = torch.zeros((1, 2), dtype=torch.long, device=device)
                 vocab_size = whole(input_ids=tokens, use_cache=False).logits.shape[-1]
-                shape = survey.result(self._config.num_hidden_layers, vocab_size, self.num_positions)
+                shape = survey.result(self._config.num_hidden_layers, vocab_size, self.max_positions)
                 # Before ``TransformersModel`` takes the decoder out of ``whole``.
                 reference = Reference.of(whole, shape.vocab_size, device)
                 model = TransformersModel(whole).eval()
@@ -236,6 +246,31 @@ class TransformersCheckpoint:
                 kind = what.removesuffix("_keys")
                 raise SettingError(f"model: {len(names)} tensors are {kind}: {shown}", param="model")
         return whole
+
+
+def _fix_angles(whole: nn.Module, length: int) -> None:
+    """Choose the angles that depend on the longest context once: KV that is stored must keep its meaning.
+
+    transformers chooses them in each step, by the longest context in the batch.
+    """
+    rotary: Any
+    for rotary in whole.modules():
+        types: Any = getattr(rotary, "rope_type", None)
+        if isinstance(types, str) and types in _CHANGING_ANGLES:
+            frequencies, rotary.attention_scaling = ROPE_INIT_FUNCTIONS[types](
+                rotary.config, rotary.inv_freq.device, seq_len=length
+            )
+            rotary.inv_freq = frequencies
+            rotary.rope_type = "default"
+        for layers, kind in list(types.items()) if isinstance(types, dict) else ():
+            if kind in _CHANGING_ANGLES:
+                device = getattr(rotary, f"{layers}_inv_freq").device
+                frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+                    rotary.config, device, seq_len=length, layer_type=layers
+                )
+                setattr(rotary, f"{layers}_inv_freq", frequencies)
+                setattr(rotary, f"{layers}_attention_scaling", scaling)
+                types[layers] = "default"
 
 
 @contextmanager

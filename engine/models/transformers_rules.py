@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import KvbatonError, SettingError
-from engine.models.config import RawConfig, unserved
+from engine.models.config import RawConfig, context_lengths, name_angles, unserved
 from engine.models.registry import ARCHITECTURES, architecture_name
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -71,18 +71,22 @@ TRIED = _ENCODERS | frozenset(
 _SENSES = frozenset({"audio_config", "vision_config"})
 # Types that store the key and value of each chosen expert's head.
 _EXPERT_HEADS = frozenset({"jetmoe"})
+# Types that compute their angles in each step, by the longest context in the batch: none may exceed the original one.
+_COMPUTES_ANGLES = frozenset({"phimoe"})
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 
 
 @dataclass(frozen=True)
 class TransformersFacts:
-    """A configuration of transformers that can be served. num_positions: the longest context in tokens.
+    """A configuration of transformers that can be served. num_positions: the longest context in tokens without a setting.
 
-    is_tried: models of its type are known to load. kv_shape: layers, KV heads and head_dim; None if unknown.
+    max_positions: the longest one that a setting may ask for. is_tried: models of its type are known to load.
+    kv_shape: layers, KV heads and head_dim; None if unknown.
     """
 
     config: Any
     num_positions: int
+    max_positions: int
     is_tried: bool
     kv_shape: tuple[int, int, int] | None
 
@@ -113,8 +117,8 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
             raise unserved(architecture, f"its model_type {config.model_type!r} stands for another")
         if reason := why_unserved(config):
             raise unserved(architecture, reason)
-        num_positions = _num_positions(config)
-        if num_positions is None:
+        lengths = _lengths(config)
+        if lengths is None:
             raise unserved(architecture, "config.json does not give its number of positions")
         is_tried = config.model_type in TRIED
         shapes = _shapes(config)
@@ -122,7 +126,7 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         kv_shape = None
         if len(shapes) == 1 and isinstance(num_layers, int):
             kv_shape = (num_layers, *shapes.pop())
-        return TransformersFacts(config, num_positions, is_tried, kv_shape)
+        return TransformersFacts(config, *lengths, is_tried, kv_shape)
 
 
 @contextmanager
@@ -217,14 +221,41 @@ def _shape_of(config: Any) -> tuple[int, int] | None:
     return (1 if getattr(config, "multi_query", False) else num_kv_heads), head_dim
 
 
-def _num_positions(config: Any) -> int | None:
-    """Return the number of positions whose angles do not depend on the rest of the batch."""
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+def _rope(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rope parameters of each type of layer, or of all layers."""
     rope = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in rope.values() if isinstance(each, Mapping)]  # one for each type of layer
-    for parameters in nested or [rope]:
-        # "longrope" changes the angles of all tokens of a batch as soon as one token lies beyond the original positions.
-        original = parameters.get("original_max_position_embeddings")
-        if limit and original and parameters.get("rope_type") == "longrope":
-            limit = min(limit, int(original))
-    return limit
+    nested = [each for each in rope.values() if isinstance(each, Mapping)]
+    yield from nested or [rope]
+
+
+def _lengths(config: Any) -> tuple[int, int] | None:
+    """Return the longest context without a setting and the one that a setting may ask for; None if it is not given."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if not limit:
+        return None
+    if config.model_type in _COMPUTES_ANGLES:
+        limit = min(original for _, original, _ in _scaled_rope(config, limit))
+    lengths = [
+        context_lengths(kind, limit, original, float(parameters.get("factor") or 1.0))
+        for kind, original, parameters in _scaled_rope(config, limit)
+    ]
+    return min((each[0] for each in lengths), default=limit), min(
+        (each[1] for each in lengths), default=limit
+    )
+
+
+def angles(config: Any, length: int) -> str:
+    """Return what angles that depend on the longest context are called in the fingerprint of the KV."""
+    limit = int(config.max_position_embeddings or 0)
+    named = (name_angles(kind, original, length) for kind, original, _ in _scaled_rope(config, limit))
+    return next(filter(None, named), "")
+
+
+def _scaled_rope(config: Any, limit: int) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    for parameters in _rope(config):
+        original = limit
+        if (
+            parameters.get("rope_type") != "dynamic"
+        ):  # transformers reads that of "dynamic" from the configuration alone
+            original = int(parameters.get("original_max_position_embeddings") or limit)
+        yield str(parameters.get("rope_type")), original, parameters

@@ -36,6 +36,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    # Several of the prompts are longer than the original length.
+    "qwen3-yarn": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
     "mistral-window": ("mistral", {"sliding_window": 6}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {"max_shard_size": "60KB"}),

@@ -1,5 +1,6 @@
 """Supported model configurations, and the errors for all others."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,21 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + index / 10 for index in range(8)],
+    "long_factor": [2.0 + index for index in range(8)],
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -68,10 +84,9 @@ def test_variations_of_the_families() -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn' is not served.*default, linear, llama3"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 8"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor is 0"),
         ({"rope_scaling": {"type": "linear"}}, "factor is None"),
-        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "must be below high_freq_factor"),
         ({"rope_scaling": [1]}, "must be an object"),
     ],
@@ -96,18 +111,62 @@ def test_qwen_layer_types_are_checked(fields: dict[str, Any], words: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "length"),
     [
-        {"rope_type": "linear", "factor": 3.0, "rope_theta": 20000.0},
-        {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 500000.0},
-        {**LLAMA3, "rope_theta": 500000.0},
+        ({"rope_type": "linear", "factor": 3.0, "rope_theta": 20000.0}, 0),
+        ({**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 500000.0}, 0),
+        ({**LLAMA3, "rope_theta": 500000.0}, 0),
+        (YARN, 0),
+        ({**YARN, "beta_fast": 16, "beta_slow": 2, "truncate": False}, 0),
+        ({**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}, 0),
+        ({**YARN, "attention_factor": 1.7}, 0),
+        (LONGROPE, 32),
+        (LONGROPE, 33),
+        ({**LONGROPE, "attention_factor": 1.2}, 33),
+        (DYNAMIC, 128),
+        (DYNAMIC, 200),
     ],
 )
-def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any]) -> None:
+def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any], length: int) -> None:
     """Equal bit by bit; a llama3 configuration without an original length uses the model's positions."""
     theirs = transformers.LlamaConfig(
         hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters=dict(parameters)
     )
-    expected, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs)
-    ours = inverse_frequencies(config_of(rope_parameters=parameters).rope, 16)
-    assert torch.equal(ours, expected)
+    expected, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, seq_len=length)
+    rope = replace(config_of(rope_parameters=parameters).rope, length=length)
+    assert torch.equal(inverse_frequencies(rope, 16), expected)
+    assert rope.attention_factor == scaling
+
+
+def test_angles_that_our_decoder_lacks_are_left_to_transformers() -> None:
+    for fields in (
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_type": "proportional"}},
+    ):
+        assert find_architecture({**BASE, **fields}) is None
+        # A model of embeddings has no other path.
+        model = find_architecture({**BASE, "architectures": ["LlamaModel"], **fields})
+        assert model is not None
+        with pytest.raises(SettingError, match="not served"):
+            model.read_config({**BASE, **fields})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "without_setting", "longest"),
+    [
+        (YARN, 128, 128),
+        ({**YARN, "factor": 8.0}, 128, 256),
+        (DYNAMIC, 128, 384),
+        (LONGROPE, 32, 128),
+        (LLAMA3, 128, 128),
+    ],
+)
+def test_the_longest_context(parameters: dict[str, Any], without_setting: int, longest: int) -> None:
+    assert config_of(rope_parameters=parameters).rope.lengths(128) == (without_setting, longest)
+
+
+def test_only_angles_that_depend_on_the_context_have_a_name() -> None:
+    ropes = [config_of(rope_parameters=each).rope for each in (YARN, LONGROPE, DYNAMIC)]
+    assert [rope.angles(32) for rope in ropes] == ["", "", ""]
+    assert [rope.angles(129) for rope in ropes] == ["", "+long-rope", "+rope-of-129"]

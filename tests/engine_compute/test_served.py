@@ -169,8 +169,8 @@ def test_fp8_is_served_with_its_scales_and_refused_without(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": None},
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters": None},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 0}, "rope_parameters": None},
+        {"rope_scaling": {"rope_type": "dynamic"}, "rope_parameters": None},
         {"hidden_act": "gelu"},
         {"num_hidden_layers": 3},
         {"vocab_size": 300},

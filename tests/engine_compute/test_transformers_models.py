@@ -208,23 +208,6 @@ def test_errors_name_missing_and_unexpected_tensors(tmp_path: Path) -> None:
         load_on_cpu(folder)
 
 
-def test_max_model_len_ends_where_angles_would_depend_on_neighbours(tmp_path: Path) -> None:
-    """Phi 3's "longrope" rotates all tokens of a batch by other angles once one exceeds the original positions."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 64,
-    }
-    folder = make_foreign_checkpoint(
-        tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64
-    )
-    assert load_on_cpu(folder).info.max_model_len == 64
-    with pytest.raises(SettingError, match=r"max_model_len is 65; .* 2\.\.64"):
-        load_on_cpu(folder, max_model_len=65)
-
-
 def test_several_ranks_are_rejected(tmp_path: Path) -> None:
     folder = make_foreign_checkpoint(tmp_path, "olmo2")
     with pytest.raises(SettingError, match="tensor_parallel_size is 2; Olmo2ForCausalLM") as caught:
