@@ -106,6 +106,22 @@ def test_a_folder_without_weights_is_a_problem(tmp_path: Path, capsys: pytest.Ca
     assert "no weights" in text
 
 
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("'<tool_call>' + name + '<arg_key>'", "glm"),
+        ("<|start|>{{ role }}<|channel|>final<|message|>", "harmony"),
+        ("<|tool_call_start|>[]<|tool_call_end|>", "pythonic"),
+        ("no tools", "text"),
+    ],
+)
+def test_the_format_of_calls_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, name: str
+) -> None:
+    _, text = checked(capsys, str(folder_with(tmp_path, f"{GENERIC}{{# {template} #}}")), "--json")
+    assert json.loads(text)["calls are read as"] == name
+
+
 def test_a_broken_tokenizer_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_with(tmp_path, GENERIC)
     (folder / "tokenizer.json").write_text("{}")

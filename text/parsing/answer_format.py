@@ -10,28 +10,111 @@ from typing import Literal
 from msgspec import structs
 
 from text.chat import Chat
-from text.parsing.call_formats import HermesParser, Llama3Parser, MistralParser, QwenParser
+from text.parsing.call_formats import (
+    ErnieParser,
+    GraniteParser,
+    HermesParser,
+    HunyuanParser,
+    Llama3Parser,
+    MistralParser,
+)
 from text.parsing.forced import ForcedCallsParser
-from text.parsing.parser import CallArguments, CallBegin, Content, Piece, Reasoning, TextParser, ToolParser
+from text.parsing.harmony import HarmonyParser
+from text.parsing.parser import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Piece,
+    Reasoning,
+    TextParser,
+    ToolParser,
+    append,
+)
+from text.parsing.pythonic import GemmaParser, PythonicParser
 from text.parsing.reader import Steps
+from text.parsing.tagged import (
+    DeepseekParser,
+    DsmlParser,
+    GlmParser,
+    Hy3Parser,
+    KimiParser,
+    MinimaxParser,
+    QwenParser,
+    SeedParser,
+)
 
-ToolParserName = Literal["auto", "none", "hermes", "llama3", "mistral", "qwen"]
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "deepseek",
+    "dsml",
+    "ernie",
+    "gemma",
+    "glm",
+    "granite",
+    "harmony",
+    "hermes",
+    "hunyuan",
+    "hy3",
+    "kimi",
+    "llama3",
+    "minimax",
+    "mistral",
+    "pythonic",
+    "qwen",
+    "seed",
+]
 ReasoningParserName = Literal["auto", "none", "think"]
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "deepseek": DeepseekParser,
+    "dsml": DsmlParser,
+    "ernie": ErnieParser,
+    "gemma": GemmaParser,
+    "glm": GlmParser,
+    "granite": GraniteParser,
+    "harmony": HarmonyParser,
     "hermes": HermesParser,
+    "hunyuan": HunyuanParser,
+    "hy3": Hy3Parser,
+    "kimi": KimiParser,
     "llama3": Llama3Parser,
+    "minimax": MinimaxParser,
     "mistral": MistralParser,
+    "pythonic": PythonicParser,
     "qwen": QwenParser,
+    "seed": SeedParser,
 }
 # (parser, texts that a template contains if the model writes calls in that parser's format). The first match is used, so
 # a format whose signs contain those of another one stands before it.
 _SIGNS = (
+    ("harmony", ("<|start|>", "<|channel|>", "<|message|>")),
+    ("kimi", ("<|tool_calls_section_begin|>",)),
+    ("dsml", ("｜DSML｜",)),
+    ("deepseek", ("<｜tool▁calls▁begin｜>",)),
+    ("minimax", ("<minimax:tool_call>",)),
+    ("seed", ("<seed:tool_call>",)),
+    ("gemma", ("<|tool_call>", "<tool_call|>")),
+    ("granite", ("<|tool_call|>",)),
+    ("hy3", ("<tool_sep>", "<arg_key>")),
+    ("hunyuan", ("<tool_calls>[",)),
+    ("pythonic", ("<|tool_call_start|>",)),
+    ("pythonic", ("<|tool_list_start|>",)),
+    ("pythonic", ("<function_calls>",)),
+    ("pythonic", ("<|python_start|>",)),
+    ("pythonic", ("[func_name1(",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("qwen", ("<tool_call>", "<function=", "<parameter=")),
     ("llama3", ("<|python_tag|>",)),
     ("llama3", ('{"name": function name, "parameters":',)),
-    ("none", ("<tool_call>", "<arg_key>")),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("ernie", ("<tool_call>", "<response>")),
     ("hermes", ("<tool_call>", "arguments")),
+)
+# Tags of families that do not have those of the setting. Gemma writes a channel's name behind its first token.
+_REASONING_TAGS = (
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought", "<channel|>"),
 )
 
 
@@ -68,7 +151,8 @@ class ReasoningParser(TextParser):
 class AnswerParser:
     """Parses one answer into pieces; without parsers all of it is content.
 
-    max_calls: further calls are dropped. allowed: calls of other functions are dropped; None: none are.
+    max_calls: further calls are dropped. allowed: calls of other functions are dropped; None: none are. separates_reasoning:
+    reasoning that ``calls`` finds is reasoning; otherwise it is content.
     """
 
     def __init__(
@@ -78,7 +162,9 @@ class AnswerParser:
         *,
         max_calls: int | None = None,
         allowed: Set[str] | None = None,
+        separates_reasoning: bool = True,
     ) -> None:
+        self._separates_reasoning = separates_reasoning
         self._reasoning = reasoning
         self._calls = calls
         self._max_calls = max_calls
@@ -90,7 +176,7 @@ class AnswerParser:
     def tags(self) -> tuple[str, ...]:
         """Markup that must be in the text even if it consists of special tokens."""
         return (
-            *(self._reasoning.tags if self._reasoning else ()),
+            *(map(_token_of, self._reasoning.tags) if self._reasoning else ()),
             *(self._calls.tags if self._calls else ()),
         )
 
@@ -102,6 +188,8 @@ class AnswerParser:
     @property
     def is_reasoning(self) -> bool:
         """True while the text is in the reasoning."""
+        if self._calls is not None and self._calls.is_reasoning:
+            return self._separates_reasoning
         return self._reasoning is not None and self._reasoning.is_reasoning
 
     def push(self, text: str) -> list[Piece]:
@@ -131,7 +219,8 @@ class AnswerParser:
                 if has_room and (self._allowed is None or piece.name in self._allowed):
                     self._indexes[piece.index] = len(self._indexes)
             if not isinstance(piece, CallBegin | CallArguments):
-                kept.append(piece)
+                is_text = isinstance(piece, Reasoning) and not self._separates_reasoning
+                append(kept, Content(piece.text) if is_text else piece)
             elif (index := self._indexes.get(piece.index)) is not None:
                 kept.append(piece if index == piece.index else structs.replace(piece, index=index))
         return kept
@@ -160,10 +249,18 @@ class AnswerFormat:
         name: str = choice.tool_parser
         if name == "auto":
             name = next((one for one, signs in _SIGNS if all(sign in template for sign in signs)), "none")
-        is_thinking = all(tag in template for tag in choice.reasoning_tags)
-        if choice.reasoning_parser != "auto":
-            is_thinking = choice.reasoning_parser == "think"
-        return cls(TOOL_PARSERS.get(name), choice.reasoning_tags if is_thinking else None)
+        parser = TOOL_PARSERS.get(name)
+        found = parser.reasoning_tags if parser else None
+        for tags in (choice.reasoning_tags, *_REASONING_TAGS):
+            if found is None and all(_token_of(tag) in template for tag in tags):
+                found = tags
+        match choice.reasoning_parser:
+            case "none":
+                return cls(parser)
+            case "think":
+                return cls(parser, found or choice.reasoning_tags)
+            case _:
+                return cls(parser, found)
 
     def parser(self, chat: Chat, prompt_end: str, *, has_grammar: bool = False) -> AnswerParser:
         """Return a parser for one answer. prompt_end: the end of the prompt, which may have opened the reasoning.
@@ -171,18 +268,35 @@ class AnswerFormat:
         has_grammar: a grammar constrains the answer from its first token on, so it has no reasoning, and no calls except
         those of the grammar.
         """
+        parser = self.tool_parser
         if chat.tool_choice.is_forced:
-            return AnswerParser(
-                calls=ForcedCallsParser(chat.tool_choice.name, self.tool_parser or ToolParser)
+            forced = ForcedCallsParser(
+                chat.tool_choice.name, parser or ToolParser, num_earlier_calls=_num_calls(chat)
             )
+            return AnswerParser(calls=forced)
         if has_grammar:
             return AnswerParser()
-        calls = self.tool_parser(chat.tools) if self.tool_parser and chat.tools else None
+        calls = parser(chat.tools) if parser and (chat.tools or parser.is_envelope) else None
         reasoning = None
-        if self.reasoning_tags:
+        if self.reasoning_tags and not (parser and parser.reasoning_tags):
             opening, closing = self.reasoning_tags
             # Some templates end the prompt within the reasoning, so that the answer has only the closing tag.
             is_open = prompt_end.rstrip().endswith(opening)
             reasoning = ReasoningParser(opening, closing, is_reasoning=is_open)
-        limit = None if chat.parallel_tool_calls else 1
-        return AnswerParser(reasoning, calls, max_calls=limit, allowed=chat.tool_choice.allowed)
+        return AnswerParser(
+            reasoning,
+            calls,
+            max_calls=None if chat.parallel_tool_calls else 1,
+            allowed=chat.tool_choice.allowed,
+            separates_reasoning=self.reasoning_tags is not None,
+        )
+
+
+def _token_of(tag: str) -> str:
+    """Return the part of a tag that may be a special token: up to its bracket."""
+    return tag[: tag.find(">") + 1] or tag
+
+
+def _num_calls(chat: Chat) -> int:
+    """Return the number of calls in the conversation."""
+    return sum(len(message.get("tool_calls") or ()) for message in chat.messages)

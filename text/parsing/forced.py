@@ -57,12 +57,19 @@ class ForcedCallsParser(ToolParser):
     """Parses answers in the format of ``forced_calls_schema``. Other text is content.
 
     name: the named function, if any. model_parser: the parser of the model's own calls, which makes the ids.
+    num_earlier_calls: calls in the conversation, which some ids count.
     """
 
-    def __init__(self, name: str | None = None, model_parser: type[ToolParser] = ToolParser) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        model_parser: type[ToolParser] = ToolParser,
+        *,
+        num_earlier_calls: int = 0,
+    ) -> None:
         super().__init__()
         self._name = name
-        self._new_call_id = model_parser.new_call_id
+        self._new_call_id = lambda called, index: model_parser.new_call_id(called, num_earlier_calls + index)
 
     def _read(self) -> Steps[None]:
         reader = self._reader

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import structs
 
 from text.parsing.reader import CallObject, Reader, Steps
+from text.parsing.tool_schema import Allowed, ToolSchema
 from text.tools import Tool
 
 
@@ -106,11 +107,17 @@ class ToolParser(TextParser):
 
     tags: ClassVar[tuple[str, ...]] = ()
     """Markup that may consist of special tokens; it must be in the text nevertheless."""
+    is_envelope: ClassVar[bool] = False
+    """True if answers without calls have markup too, so that they are parsed even if no tools are offered."""
+    reasoning_tags: ClassVar[tuple[str, str] | None] = None
+    """The tags of the reasoning, if this parser separates it itself."""
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         super().__init__()
+        self.is_reasoning = False
+        """True while the text is in the reasoning; always False for a parser that does not separate it."""
         self._tools = {tool["function"]["name"]: tool for tool in reversed(tools)}
-        self._new_call_id = self.new_call_id
+        self._new_call_id: Callable[[str, int], str] = self.new_call_id
         self._num_calls = 0
         self._has_content = False
         self._space = ""
@@ -128,17 +135,19 @@ class ToolParser(TextParser):
         space = yield from self._reader.skip_space()
         self._space = self._space or space
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, call_id: str = "") -> None:
+        """Begin a call; call_id: the one that the model wrote, if it did."""
         self._reader.release()
+        index = self._num_calls
         self._num_calls += 1
-        self._emit(CallBegin(self._num_calls - 1, self._new_call_id(), name))
+        self._emit(CallBegin(index, call_id or self._new_call_id(name, index), name))
 
     def _arguments(self, text: str) -> None:
         self._emit(CallArguments(self._num_calls - 1, text))
 
     @staticmethod
-    def new_call_id() -> str:
-        """Return a new call id in the format that the model's chat template accepts."""
+    def new_call_id(name: str, index: int) -> str:
+        """Return a new id for a call of ``name``, the answer's ``index``-th, that the model's chat template accepts."""
         return f"call_{secrets.token_hex(12)}"
 
     def _give_back(self) -> None:
@@ -177,3 +186,38 @@ class ToolParser(TextParser):
             elif (yield from reader.skip("]")) or not (yield from reader.peek()):
                 reader.release()
                 return
+
+
+class SectionParser(ToolParser):
+    """Reads calls that stand in sections, with values that are typed by the tools' schemas."""
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__(tools)
+        self._schemas: dict[str, ToolSchema] = {}
+
+    def _allowed(self, name: str, key: str) -> Allowed:
+        """Return the allowed values of a tool's parameter; a schema is read once for all calls."""
+        if name not in self._schemas:
+            tool = self._tools.get(name)
+            self._schemas[name] = ToolSchema(tool["function"].get("parameters") if tool else None)
+        return self._schemas[name].parameter(key)
+
+    def _read_section(self, read_call: Callable[[], Steps[None]], between: str, closing: str) -> Steps[None]:
+        """Read a call, more behind each ``between``, and the ``closing``, which may be missing.
+
+        read_call: reads a call, or leaves its text held if it is none.
+        """
+        reader = self._reader
+        yield from read_call()
+        while not reader.is_held:
+            reader.hold()
+            yield from reader.skip_space()
+            if (yield from reader.skip(closing)) or not (yield from reader.peek()):
+                reader.release()
+                return
+            if not (yield from reader.skip(between)):
+                break
+            yield from read_call()
+        if not reader.held.strip():
+            space = reader.release()
+            self._space = self._space or space

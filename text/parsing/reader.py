@@ -72,6 +72,11 @@ class Reader:
         self._held_from = None
         return held
 
+    def rewind(self) -> None:
+        """Return to the place of ``hold``, so that the text since then is read again."""
+        self._at -= len(self.held)
+        self._held_from = None
+
     def peek(self) -> Steps[str]:
         """Return the next character without reading it; empty at the end of the text."""
         while self._at == len(self._text) and not self.is_ended:

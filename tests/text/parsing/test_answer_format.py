@@ -7,10 +7,30 @@ import pytest
 from tests.text.parsing.cutting import Parsed, Parser, assert_parses, parse, tool
 from text.chat import Chat
 from text.parsing.answer_format import TOOL_PARSERS, AnswerFormat, ParserChoice
-from text.parsing.call_formats import HermesParser, Llama3Parser, MistralParser, QwenParser
+from text.parsing.call_formats import (
+    ErnieParser,
+    GraniteParser,
+    HermesParser,
+    HunyuanParser,
+    Llama3Parser,
+    MistralParser,
+)
+from text.parsing.harmony import HarmonyParser
+from text.parsing.pythonic import GemmaParser, PythonicParser
+from text.parsing.tagged import (
+    DeepseekParser,
+    DsmlParser,
+    GlmParser,
+    Hy3Parser,
+    KimiParser,
+    MinimaxParser,
+    QwenParser,
+    SeedParser,
+)
 from text.tools import ToolChoice
 
 TOOLS = (tool("f"), tool("g"))
+HARMONY_TAGS = ("<|channel|>analysis<|message|>", "<|end|>")
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 QWEN = (
     r"""{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}"""
@@ -24,7 +44,7 @@ QWEN = (
         (QWEN, HermesParser, None),
         (QWEN + "{{ content.split('</think>')[-1] }}<think>", HermesParser, ("<think>", "</think>")),
         ("<tool_call>\n<function=x>\n<parameter=y>\nz", QwenParser, None),
-        ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>{{ arguments }}", None, None),
+        ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>{{ arguments }}", GlmParser, None),
         ("{{- '<|python_tag|>' }}", Llama3Parser, None),
         (
             """'Respond in the format {"name": function name, "parameters": dictionary ...}'""",
@@ -33,6 +53,34 @@ QWEN = (
         ),
         ("{{- '[TOOL_CALLS] [' }}", MistralParser, None),
         ("only </think>", None, None),
+        (
+            "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>",
+            HarmonyParser,
+            HARMONY_TAGS,
+        ),
+        ("<|tool_calls_section_begin|><think>{{ rc }}</think>", KimiParser, ("<think>", "</think>")),
+        ("{%- set dsml_token = '｜DSML｜' -%}<{{ dsml_token }}function_calls>", DsmlParser, None),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type']", DeepseekParser, None),
+        ("{%- set begin = '<minimax:tool_call>' -%}<parameter name=", MinimaxParser, None),
+        (
+            "<seed:tool_call>\n<function=f>\n<parameter=p>v</parameter> <seed:think></seed:think>",
+            SeedParser,
+            ("<seed:think>", "</seed:think>"),
+        ),
+        (
+            "'<|tool_call>call:' + name + '}<tool_call|>' '<|channel>thought\n<channel|>'",
+            GemmaParser,
+            ("<|channel>thought", "<channel|>"),
+        ),
+        ("respond only with <|tool_call|> followed by a JSON list of tools used", GraniteParser, None),
+        ("'<tool_call>' + name + '<tool_sep>\n<arg_key>' + k + '</arg_key>'", Hy3Parser, None),
+        ('<tool_calls>[{"name": "func_name1", "arguments": {}},...]</tool_calls>', HunyuanParser, None),
+        ('"<|tool_call_start|>[" + calls + "]<|tool_call_end|>"', PythonicParser, None),
+        ('"List of tools: <|tool_list_start|>[" + tools', PythonicParser, None),
+        ("<function_calls>\nget_weather(city='New York')\n</function_calls>", PythonicParser, None),
+        ("Use exact format: [func_name1(param1=value1), func_name2(...)]", PythonicParser, None),
+        (QWEN + "<|im_start|>assistant\n<response>\n", ErnieParser, None),
+        ("[TOOL_CALLS] [THINK]{{ thought }}[/THINK]", MistralParser, ("[THINK]", "[/THINK]")),
     ],
 )
 def test_auto_chooses_by_the_template(
@@ -86,3 +134,32 @@ def test_forced_calls_are_read_from_the_answers_first_character_on() -> None:
     assert parse(named, '{"a": 1}') == Parsed(calls=[("g", '{"a": 1}')])
     required = both("<think>", tool_choice=ToolChoice("required"))
     assert parse(required, '[{"name": "g", "parameters": {}}]') == Parsed(calls=[("g", "{}")])
+
+
+@pytest.mark.parametrize("tools", [TOOLS, ()], ids=["tools", "no tools"])
+@pytest.mark.parametrize(
+    ("name", "tag"), [("ernie", "response"), ("granite", "response"), ("hunyuan", "answer")]
+)
+def test_tags_around_the_answer_itself_are_left_out(name: str, tag: str, tools: tuple[Any, ...]) -> None:
+    answer_format = AnswerFormat(TOOL_PARSERS[name], ("<think>", "</think>"))
+
+    def new_parser() -> Parser:
+        return answer_format.parser(Chat(messages=[], tools=tools), "<think>\n")
+
+    wrapped = f"Hm.\n</think>\n\n<{tag}>\nYes, <{tag}>.\n</{tag}>\n"
+    assert_parses(new_parser, wrapped, Parsed(f"Yes, <{tag}>.", reasoning="Hm."))
+    assert_parses(new_parser, "Hm.</think>\n Yes.\n", Parsed("Yes.\n", reasoning="Hm."))
+    assert_parses(new_parser, f"</think><{tag}>a</{tag}>b</{tag}>c", Parsed(f"ab</{tag}>c"))
+    assert_parses(new_parser, f"</think>a</{tag}>", Parsed(f"a</{tag}>"))
+    assert_parses(new_parser, f"</think><{tag}>cut", Parsed("cut"))
+
+
+def test_a_tag_may_be_one_token_and_a_word() -> None:
+    """Only the token has to be kept when special tokens are left out; the word is text."""
+    gemma = AnswerFormat(GemmaParser, ("<|channel>thought", "<channel|>"))
+    parser = gemma.parser(Chat(messages=[], tools=TOOLS), "<|turn>model\n")
+    assert {"<|channel>", "<channel|>", "<|tool_call>", '<|"|>'} <= set(parser.tags)
+    text = "<|channel>thought\nHm.<channel|><|tool_call>call:f{}<tool_call|>"
+    assert parse(parser, text) == Parsed("", [("f", "{}")], "Hm.")
+    empty = gemma.parser(Chat(messages=[], tools=TOOLS), "<|channel>thought\n<channel|>")
+    assert parse(empty, "Yes.") == Parsed("Yes.")

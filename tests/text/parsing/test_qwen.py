@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.text.parsing.cutting import Parsed, assert_parses, parse, tool
-from text.parsing.call_formats import QwenParser
 from text.parsing.parser import CallArguments, CallBegin
+from text.parsing.tagged import QwenParser
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 TOOLS = [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.text.parsing.cutting import parse
-from text.parsing.call_formats import QwenParser
+from text.parsing.tagged import QwenParser
 
 INTEGER, NULL = {"type": "integer"}, {"type": "null"}
 DEFS = {
