@@ -1,6 +1,7 @@
 """The model and the block layout, on which two engines must agree before one may read the other's KV."""
 
 import hashlib
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -14,26 +15,40 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONVERTED_DTYPES = frozenset({"float32", "bfloat16"})
 """Types with equal ranges: a value of one becomes a value of the other by rounding. float16 would overflow."""
 MAX_BLOCK_SIZE_RATIO = 16
+KEY_VALUE = ("key", "value")
+"""The parts of a layer that caches a key and a value of each token and KV head."""
+LATENT = ("latent",)
+"""The part of a layer with multi-head latent attention: one row of each token, for all heads (DeepSeek-V2, 2024)."""
+_MAX_PARTS = 8
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
 # The limit of the safetensors library.
 _MAX_HEADER_BYTES = 100_000_000
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of one KV block: ``[num_layers, 2, num_kv_heads, block_size, head_dim]`` of ``dtype``, contiguous."""
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The shape of one KV block: ``[num_layers, parts, num_kv_heads, block_size, head_dim]`` of ``dtype``, contiguous.
+
+    parts: the names of what a layer caches of each token and KV head, of equal shapes. Key and value are left out wherever
+    a layout is encoded, so that its messages and fingerprint are those of versions without this field.
+    """
 
     num_layers: Positive
     num_kv_heads: Positive
     head_dim: Positive
     block_size: Positive
     dtype: str
+    parts: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=_MAX_PARTS)] = KEY_VALUE
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The axes of one block."""
+        return self.num_layers, len(self.parts), self.num_kv_heads, self.block_size, self.head_dim
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block over all layers, K and V."""
-        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * DTYPE_BYTES[self.dtype]
+        """The size of one block over all layers and parts."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def differences(self, other: "KVLayout") -> list[str]:
         """Return the differences that no conversion bridges, as "name: ours is A, the peer's is B (reason)".
@@ -42,7 +57,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         size into a multiple of it.
         """
         return [
-            f"{name}: ours is {getattr(self, name)}, the peer's is {getattr(other, name)}{why_not}"
+            f"{name}: ours is {_told(getattr(self, name))}, the peer's is {_told(getattr(other, name))}{why_not}"
             for name in self.__struct_fields__
             if (why_not := self._why_not(name, other)) is not None
         ]
@@ -67,6 +82,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """Return a short hash of the layout; with equal fingerprints blocks can be copied byte by byte."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
+
+def _told(value: object) -> str:
+    return " and ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def heads_of_rank(num_kv_heads: int, num_ranks: int, rank: int) -> range:

@@ -769,6 +769,7 @@ class KvLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     """Number of layers of the model."""
     num_kv_heads: _builtins.int
@@ -779,6 +780,12 @@ class KvLayout(_message.Message):
     """Number of tokens of a block."""
     dtype: _builtins.str
     """float32, bfloat16 or float16."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of what a layer caches of each token and KV head; empty: key and value. "latent" is one row of each token, from
+        which the keys and values of all heads are computed.
+        """
+
     def __init__(
         self,
         *,
@@ -787,10 +794,11 @@ class KvLayout(_message.Message):
         head_dim: _builtins.int = ...,
         block_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        parts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

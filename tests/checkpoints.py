@@ -36,6 +36,29 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
+_MLA = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Sizes of small models with multi-head latent attention: a row of a token has 16 + 8 numbers."""
 _FOREIGN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma2": (
         transformers.Gemma2Config,
@@ -73,6 +96,18 @@ _FOREIGN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Qwen3MoeConfig,
         transformers.Qwen3MoeForCausalLM,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, _MLA),
+    # A value has the size of a key, so a model could be taken for one with keys and values.
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteForCausalLM,
+        {**_MLA, "v_head_dim": 20},
+    ),
+    "mistral4": (
+        transformers.Mistral4Config,
+        transformers.Mistral4ForCausalLM,
+        {**_MLA, "q_lora_rank": None, "head_dim": 20, "rope_parameters": _YARN},
     ),
 }
 FOREIGN_FAMILIES = tuple(_FOREIGN)
@@ -162,7 +197,8 @@ def replace_weights(folder: Path, seed: int, **overrides: Any) -> None:
 
 def load_reference(folder: Path) -> Any:
     """Load the checkpoint with transformers in float32, for comparisons."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model: Any = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 

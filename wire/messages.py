@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from msgspec import structs
 
 from contract.errors import InvalidRequestError
-from contract.layout import KVLayout
+from contract.layout import KEY_VALUE, KVLayout
 from contract.membership import (
     Credit,
     CreditUse,
@@ -275,6 +275,8 @@ def from_proto(kind: type[_T], message: Message) -> _T:
     """
     check_numbers(message)
     fields = {name: getattr(message, name) for name in kind.__struct_fields__}
+    if kind is KVLayout:
+        fields["parts"] = tuple(fields["parts"]) or KEY_VALUE
     for name in _OPTIONAL[kind]:
         if not message.HasField(name):
             fields[name] = None

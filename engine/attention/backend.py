@@ -68,7 +68,8 @@ class AttentionStep(Protocol):
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """Write the tokens' keys and values, ``[num_tokens, num_kv_heads, head_dim]``, into a layer's part of the pool.
 
-        cache: a view of that part, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
+        cache: a view of that part, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``. Of a latent, which is key and
+        value at once, it has one part, and the keys alone are written.
         """
 
     def attend(
@@ -136,7 +137,7 @@ def create_backend(name: str) -> AttentionBackend:
 class Needs:
     """The attention of a model. group: query heads per KV head. windows: those of its layers, in tokens (None: all).
 
-    kv_dtype: of the cache; None: ``dtype``.
+    kv_dtype: of the cache; None: ``dtype``. is_latent: a token has one row in the cache, which is key and value.
     """
 
     dtype: str
@@ -144,6 +145,7 @@ class Needs:
     group: int = 1
     windows: frozenset[int | None] = frozenset({None})
     kv_dtype: str | None = None
+    is_latent: bool = False
 
 
 def is_installed(package: str) -> bool:
@@ -225,6 +227,8 @@ def _why_not_flashinfer(device: torch.device, needs: Needs, installed: Callable[
 
 def _why_not_from(needs: Needs) -> str | None:
     """Return why kernels that multiply what they load, and convert nothing, cannot attend over this cache."""
+    if needs.is_latent:
+        return "it reads a key and a value of each token, and this cache has one latent row"
     if needs.kv_dtype in (None, needs.dtype):
         return None
     return f"it reads KV in {needs.dtype}, and kv_cache_dtype is {needs.kv_dtype}"

@@ -64,9 +64,8 @@ class TorchStep:
         # A block is cleared before its first slot is written. So an earlier owner's content (perhaps NaN) is never gathered
         # beside the new tokens, and never leaves the process in a partly filled block.
         cache[self._fresh] = 0
-        keys, values = cache.unbind(1)
-        keys[self._blocks, :, self._offsets] = key.to(cache.dtype)
-        values[self._blocks, :, self._offsets] = value.to(cache.dtype)
+        for part, states in zip(cache.unbind(1), (key, value), strict=False):
+            part[self._blocks, :, self._offsets] = states.to(cache.dtype)
 
     def attend(
         self,
@@ -94,8 +93,8 @@ class TorchStep:
         for rows in all_rows:
             # Whole blocks: indexing keys and values separately takes twice as long.
             blocks = cache.index_select(0, rows.table.flatten()).view(*rows.table.shape, *cache.shape[1:])
-            keys, values = blocks.to(query.dtype).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
-            rows.attend(shape, query, keys, values, output)
+            parts = blocks.to(query.dtype).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+            rows.attend(shape, query, parts[0], parts[-1], output)
         return output
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from contract.layout import LATENT
 from engine.attention.backend import Needs, choose_backend, create_backend, is_installed
 from engine.compute.best_tokens import BestSearch, TorchBestTokens, TritonBestTokens, best_of_ranks
 from engine.compute.forward_graphs import GraphedForward, capture_sizes
@@ -55,7 +56,7 @@ class ForwardPass(Protocol):
         It returns the final hidden states ``[num_tokens, hidden_size]``, equal on all ranks and valid until the next call,
         or None if the pass was interrupted.
 
-        caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None keeps nothing. watch: called for
+        caches: per layer ``[num_blocks, parts, num_kv_heads, block_size, head_dim]``; None keeps nothing. watch: called for
         every layer whose KV is written. may_be_interrupted: the caller can do without the states, and with KV
         that is partly written: the same tokens are computed again.
         """
@@ -96,7 +97,8 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     model = loaded.model
     config = loaded.config
     info = loaded.info
-    needs = Needs(info.dtype, config.head_dim, kv_dtype=info.kv_dtype)
+    is_latent = config.kv_parts == LATENT
+    needs = Needs(info.dtype, config.head_dim, kv_dtype=info.kv_dtype, is_latent=is_latent)
     # A model of transformers shows only when it runs whether it has groups or windows.
     if isinstance(config, DecoderConfig):
         group = config.num_heads // config.num_kv_heads

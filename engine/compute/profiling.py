@@ -61,7 +61,7 @@ def reserving_steps(block_size: int) -> list[PreparedInputs]:
 def null_layers(loaded: LoadedModel, block_size: int, device: torch.device) -> list[Tensor]:
     """Return the layers of a pool with the null block only, which they share."""
     config = loaded.config
-    size = (1, 2, config.num_kv_heads, block_size, config.head_dim)
+    size = config.cache_shape(1, block_size)
     return [torch.zeros(size, dtype=TORCH_DTYPES[loaded.info.kv_dtype], device=device)] * config.num_layers
 
 

@@ -80,7 +80,7 @@ class _Model:
         """See ``ModelRunner.get_kv_cache_specs``."""
         config = self.loaded.config
         sizes = config.num_kv_heads, config.head_dim
-        spec = KVCacheSpec(self._settings.block_size, *sizes, self.info.kv_dtype)
+        spec = KVCacheSpec(self._settings.block_size, *sizes, self.info.kv_dtype, config.kv_parts)
         return {f"model.layers.{layer}.self_attn": spec for layer in range(config.num_layers)}
 
     def check_reload(self) -> None:

@@ -1,7 +1,7 @@
 """The pool of KV blocks: one tensor, whose blocks are read and written as bytes by transfers between processes.
 
-``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, zeroed: one block is one contiguous piece, and a
-layer's tensor is a view. Block 0 is the null block; it stays zero.
+``[num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim]``, zeroed: one block is one contiguous piece, and a
+layer's tensor is a view. The parts are key and value, or one latent row. Block 0 is the null block; it stays zero.
 
 The sums of blocks' digests are computed where the blocks are: on a device, by a Triton kernel. Word j of a block (64 bits)
 has the key ``seed + j · _STEP``. The first sum of ``fold64`` adds the product of the lower and the upper half of each word
@@ -190,7 +190,7 @@ class MappedKVMemory(PagedKVMemory):
         self._bytes = mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes, flags=flags)
         self.pool_view: memoryview = memoryview(self._bytes)
         flat = torch.frombuffer(self._bytes, dtype=TORCH_DTYPES[layout.dtype])
-        super().__init__(layout, num_blocks, flat.view(_pool_shape(layout, num_blocks)))
+        super().__init__(layout, num_blocks, flat.view(num_blocks, *layout.shape))
 
     def read_view(self, block_id: int) -> memoryview:
         """See PagedKVMemory."""
@@ -244,10 +244,8 @@ class StagedKVMemory(PagedKVMemory):
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
-        shape = _pool_shape(layout, num_blocks)
-        super().__init__(
-            layout, num_blocks, torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
-        )
+        pool = torch.zeros(num_blocks, *layout.shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+        super().__init__(layout, num_blocks, pool)
         self._rows = self.pool.view(num_blocks, -1).view(torch.uint8)
         self._copies = _cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None
         self._computed: Computed = _AT_ONCE
@@ -373,7 +371,3 @@ def allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> PagedKV
     if device.type == "cpu":
         return MappedKVMemory(layout, num_blocks)
     return StagedKVMemory(layout, num_blocks, device)
-
-
-def _pool_shape(layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
-    return (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from contract.errors import InternalError, SettingError
-from contract.layout import DTYPE_BYTES, KVLayout
+from contract.layout import DTYPE_BYTES, KEY_VALUE, KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +25,19 @@ _ResultT = TypeVar("_ResultT")
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The KV of one layer: a key and a value for each token and KV head."""
+    """The KV of one layer. parts: what it caches of each token and KV head (``KVLayout``)."""
 
     block_size: int
     num_kv_heads: int
     head_size: int
     dtype: str
+    parts: tuple[str, ...] = KEY_VALUE
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in this layer: dtype × (K + V), each block_size × KV heads × head_size."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        """Bytes of one block in this layer: dtype × parts (K and V), each block_size × KV heads × head_size."""
+        numbers = self.block_size * self.num_kv_heads * self.head_size
+        return len(self.parts) * numbers * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def make_config(specs: Mapping[str, KVCacheSpec], available_bytes: int) -> KVCac
         head_dim=first.head_size,
         block_size=first.block_size,
         dtype=first.dtype,
+        parts=first.parts,
     )
     return KVCacheConfig(num_blocks, layout)
 

@@ -1,11 +1,12 @@
 """The shape of one decoder, read from a checkpoint's config.json and checked, and facts of a loaded one. Needs no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 from contract.errors import SettingError
+from contract.layout import KEY_VALUE
 
 RawConfig = Mapping[str, Any]
 # Also keeps out what is no number, or infinite.
@@ -94,13 +95,21 @@ def name_angles(rope_type: str, original: int, length: int) -> str:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The dimensions of a decoder that the engine needs: vocabulary, KV heads and number of positions."""
+    """The dimensions of a decoder that the engine needs: vocabulary, KV heads and number of positions.
+
+    kv_parts: what a layer caches of each token and KV head (``KVLayout``); head_dim: the numbers of one part.
+    """
 
     vocab_size: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    kv_parts: tuple[str, ...] = field(default=KEY_VALUE, kw_only=True)
+
+    def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Return the axes of one layer's part of a pool."""
+        return num_blocks, len(self.kv_parts), self.num_kv_heads, block_size, self.head_dim
 
 
 @dataclass(frozen=True)

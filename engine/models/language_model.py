@@ -24,7 +24,7 @@ class LanguageModel(nn.Module, ABC):
     ) -> Tensor:
         """Map token ids and positions ``[num_tokens]`` to hidden states ``[num_tokens, hidden_size]``.
 
-        caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None attends within the batch.
+        caches: per layer ``[num_blocks, parts, num_kv_heads, block_size, head_dim]``; None attends within the batch.
         watch: called for every layer whose KV is written.
         """
 

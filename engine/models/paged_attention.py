@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from contract.errors import InternalError
+from contract.layout import KEY_VALUE, LATENT
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
 from engine.models.config import ModelShape, unserved
+from engine.models.latent_attention import LatentProjection, find_latent
 from engine.models.transformers_rules import LATER, RECURRENT, SINKS, TWICE, UNEQUAL
 
 SERVING = "kvbaton"
@@ -36,7 +38,10 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The inputs of one layer's attention; query, key and value are ``[num_tokens, heads, head_dim]``."""
+    """The inputs of one layer's attention; query, key and value are ``[num_tokens, heads, head_dim]``.
+
+    latent: what key and value come from, which is cached in their place; None: they are cached.
+    """
 
     layer: int
     shape: LayerShape
@@ -45,6 +50,7 @@ class LayerCall:
     value: Tensor
     mask: object
     others: dict[str, Any]
+    latent: LatentProjection | None = None
 
 
 def register() -> None:
@@ -84,11 +90,18 @@ class PagedAttention:
             raise InternalError("a layer attends while no step runs")
         step, caches, watch = self._running
         cache = None if caches is None else caches[call.layer]
+        query = call.query
+        key = call.key
+        value = call.value
+        if (latent := call.latent) is not None:
+            query = latent.absorb(query)
+            key = value = latent.rows(key)
         if cache is not None:
-            step.store(call.key, call.value, cache)
+            step.store(key, value, cache)
         if watch is not None:
             watch.on_stored(call.layer + 1)
-        return step.attend(call.shape, call.query, call.key, call.value, cache)
+        mixed = step.attend(call.shape, query, key, value, cache)
+        return mixed if latent is None else latent.expand(mixed)
 
 
 class Survey:
@@ -99,11 +112,11 @@ class Survey:
         self._calls: list[LayerCall] = []
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Record the call and return the query unchanged."""
+        """Record the call and return what has the shape of its result."""
         if reason := _why_unserved(call):
             raise unserved(self._architecture, reason)
         self._calls.append(call)
-        return call.query
+        return call.query if call.latent is None else call.value
 
     def result(self, num_layers: int, vocab_size: int, num_positions: int) -> ModelShape:
         """Return the model's shape. num_layers: from its configuration."""
@@ -113,11 +126,18 @@ class Survey:
                 self._architecture,
                 f"{RECURRENT if len(layers) < num_layers else TWICE} (its {num_layers} layers attend {len(layers)} times)",
             )
-        shapes = {tuple(call.key.shape[1:]) for call in self._calls}
+        shapes = {_cached_shape(call) for call in self._calls}
         if len(shapes) > 1:
-            raise unserved(self._architecture, f"{UNEQUAL}: {sorted(shapes)}")
-        num_kv_heads, head_dim = shapes.pop()
-        return ModelShape(vocab_size, num_layers, num_kv_heads, head_dim, num_positions)
+            raise unserved(self._architecture, f"{UNEQUAL}: {sorted(shape[1:] for shape in shapes)}")
+        parts, num_kv_heads, head_dim = shapes.pop()
+        return ModelShape(vocab_size, num_layers, num_kv_heads, head_dim, num_positions, kv_parts=parts)
+
+
+def _cached_shape(call: LayerCall) -> tuple[tuple[str, ...], int, int]:
+    """Return the parts, KV heads and numbers of a part that the cache has of a token."""
+    if call.latent is not None:
+        return LATENT, 1, call.latent.row_size
+    return KEY_VALUE, *call.key.shape[1:]
 
 
 @dataclass(frozen=True)
@@ -137,7 +157,7 @@ def _why_unserved(call: LayerCall) -> str | None:
         return SINKS if unknown[0] == "s_aux" else f"attention that takes {unknown[0]!r} is not served"
     if call.others.get("is_causal") is False:
         return LATER
-    if call.key.shape != call.value.shape:
+    if call.latent is None and call.key.shape != call.value.shape:
         return f"keys and values that differ in shape ({list(call.key.shape)}, {list(call.value.shape)}) are not served"
     if call.query.shape[1] % call.key.shape[1]:
         return f"its {call.query.shape[1]} heads are no multiple of its {call.key.shape[1]} KV heads"
@@ -176,5 +196,5 @@ def _attend(
     query, key, value = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     given = {name: other for name, other in others.items() if other is not None}
     shape = LayerShape(scale, sliding_window, softcap)
-    call = LayerCall(layer, shape, query, key, value, attention_mask, given)
+    call = LayerCall(layer, shape, query, key, value, attention_mask, given, find_latent(module))
     return answer.attend(call)[None], None

@@ -225,7 +225,7 @@ def _examine_transformers(
         kv_dtype=kv_dtype,
         quantisation=None,
         num_weight_bytes=_bytes(num_numbers, name),
-        kv_bytes_per_token=_bytes(2 * prod(shape) if shape else None, kv_dtype),
+        kv_bytes_per_token=_bytes(prod(shape) if shape else None, kv_dtype),
         max_model_len=model_length(max_model_len, facts["num_positions"], facts["max_positions"]),
         has_weights=checkpoint is not None,
     )

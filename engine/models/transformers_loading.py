@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
@@ -29,6 +29,7 @@ from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.connector import LayerWatch
 from engine.models.config import ModelShape, RawConfig, unserved
 from engine.models.language_model import LanguageModel
+from engine.models.latent_attention import find_latent
 from engine.models.load_progress import has_terminal
 from engine.models.paged_attention import ASKING, SERVING, AskedMask, PagedAttention, Survey, attach, register
 from engine.models.transformers_rules import angles, read_facts, refusing
@@ -79,7 +80,7 @@ def difference(model: LanguageModel, shape: ModelShape, dtype: torch.dtype, refe
     In float32 it is that of the worst token, in 16 bits the third quartile over tokens.
     """
     device = reference.logits[0].device
-    cache_shape = (_NUM_BLOCKS, 2, shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
+    cache_shape = shape.cache_shape(_NUM_BLOCKS, _BLOCK_SIZE)
     caches = [torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(shape.num_layers)]
     backend = create_backend("torch")
     errors = []
@@ -135,6 +136,9 @@ class TransformersModel(LanguageModel):
         self._attention = PagedAttention()
         whole.set_attn_implementation(SERVING)
         attach(whole, self._attention)
+        for module in list(whole.modules()):
+            if (latent := find_latent(module)) is not None:
+                module.kv_b_proj = latent
         self.decoder: nn.Module = whole.get_decoder()
         self._given = _GivenStates()
         place = next(name for name, module in whole.named_modules() if module is self.decoder)
@@ -229,7 +233,7 @@ class TransformersCheckpoint:
     def _read(self, dtype: torch.dtype) -> Any:
         """Read the weights by memory map; those already in ``dtype`` stay backed by the file."""
         with _progress_bar_on_terminals_alone():
-            read: Any = AutoModelForCausalLM.from_pretrained(
+            read: Any = getattr(transformers, self._architecture).from_pretrained(
                 self._folder,
                 config=self._config,
                 dtype=dtype,

@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import KvbatonError, SettingError
+from contract.layout import KEY_VALUE, LATENT
 from engine.models.config import RawConfig, context_lengths, name_angles, unserved
 from engine.models.registry import ARCHITECTURES, architecture_name
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _DECODERS = ("ForCausalLM", "LMHeadModel")
+# Decoders that transformers does not list as such: their checkpoints came as a part of a model of images.
+_UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
 SINKS = "attention sinks are not served"
 RECURRENT = "recurrent layers are not served"
 _SPARSE = "sparse attention is not served"
-_MLA = "multi-head latent attention (MLA), whose keys and values differ in size, is not served"
 LATER = "attention to later tokens is not served"
 OTHER_ATTENTION = "its attention cannot run over the paged KV cache"
 _OTHER_POSITIONS = "positions that it counts in its own way are not served"
@@ -60,12 +62,13 @@ _REASON_OF_TYPE = {kind: reason for reason, kinds in _REASONS.items() for kind i
 # Types that attend to earlier tokens alone if ``is_decoder`` is set.
 _ENCODERS = frozenset({"bert", "electra", "ernie", "roc_bert"})
 TRIED = _ENCODERS | frozenset(
-    """afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx dots1
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite
-    gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe mellum minimax_m2 minimax_m3_vl_text
-    ministral ministral3 mixtral moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2_moe
-    qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma""".split()
+    """afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx
+    deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text
+    glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoehybrid granitemoeshared
+    helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe longcat_flash
+    mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral4 mixtral moshi nanochat nemotron olmo olmo2
+    olmo3 olmoe opt persimmon phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
+    vaultgemma youtu""".split()
 )
 """Types of which a small model gave transformers' own answers."""
 _SENSES = frozenset({"audio_config", "vision_config"})
@@ -81,14 +84,14 @@ class TransformersFacts:
     """A configuration of transformers that can be served. num_positions: the longest context in tokens without a setting.
 
     max_positions: the longest one that a setting may ask for. is_tried: models of its type are known to load.
-    kv_shape: layers, KV heads and head_dim; None if unknown.
+    kv_shape: layers, parts (``KVLayout``), KV heads and head_dim; None if unknown.
     """
 
     config: Any
     num_positions: int
     max_positions: int
     is_tried: bool
-    kv_shape: tuple[int, int, int] | None
+    kv_shape: tuple[int, int, int, int] | None
 
 
 def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
@@ -103,9 +106,10 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         raise _unknown(architecture)
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if not architecture.endswith(_DECODERS) or architecture not in NAMES.values():
+    names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **_UNLISTED}
+    if not architecture.endswith(_DECODERS) or architecture not in names.values():
         raise _unknown(architecture)
     if str(kind := raw.get("model_type")) not in CONFIG_MAPPING:
         raise unserved(
@@ -113,7 +117,7 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         )
     with refusing(architecture):
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if NAMES.get(config.model_type) != architecture:
+        if names.get(config.model_type) != architecture:
             raise unserved(architecture, f"its model_type {config.model_type!r} stands for another")
         if reason := why_unserved(config):
             raise unserved(architecture, reason)
@@ -160,8 +164,6 @@ def why_unserved(config: Any) -> str | None:
         return LATER
     if getattr(config, "is_causal", True) is False:
         return LATER
-    if getattr(config, "kv_lora_rank", None) and _key_size(config) != getattr(config, "v_head_dim", None):
-        return _MLA
     if len(_shapes(config)) > 1:
         return UNEQUAL
     if reason := _REASON_OF_TYPE.get(config.model_type):
@@ -191,22 +193,18 @@ def _installed() -> str:
     return f"transformers {version('transformers')}, which is installed,"
 
 
-def _key_size(config: Any) -> int:
-    return int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
-
-
-def _shapes(config: Any) -> set[tuple[int, int]]:
-    """Return the KV heads and head_dim of the layers; empty if the configuration does not give them."""
+def _shapes(config: Any) -> set[tuple[int, int, int]]:
+    """Return the parts, KV heads and head_dim of the layers; empty if the configuration does not give them."""
     layers = list(getattr(config, "per_layer_config", None) or [config])
     shapes = {_shape_of(layer) for layer in layers}
     return {shape for shape in shapes if shape is not None}
 
 
-def _shape_of(config: Any) -> tuple[int, int] | None:
+def _shape_of(config: Any) -> tuple[int, int, int] | None:
     num_heads = getattr(config, "num_attention_heads", None)
     hidden_size = getattr(config, "hidden_size", None)
-    if getattr(config, "kv_lora_rank", None):
-        return int(num_heads or 0), _key_size(config)
+    if rank := getattr(config, "kv_lora_rank", None):
+        return len(LATENT), 1, int(rank) + int(config.qk_rope_head_dim)
     if not isinstance(num_heads, int) or not isinstance(hidden_size, int) or num_heads < 1:
         return None
     head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
@@ -218,7 +216,7 @@ def _shape_of(config: Any) -> tuple[int, int] | None:
     num_kv_heads = next((each for each in found if isinstance(each, int) and each), None)
     if num_kv_heads is None or not isinstance(head_dim, int):
         return None
-    return (1 if getattr(config, "multi_query", False) else num_kv_heads), head_dim
+    return len(KEY_VALUE), (1 if getattr(config, "multi_query", False) else num_kv_heads), head_dim
 
 
 def _rope(config: Any) -> Iterator[Mapping[str, Any]]:

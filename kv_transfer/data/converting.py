@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _POOL_HEADS = 3
-"""Axes of a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
+"""Axes of a pool ``[num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim]``."""
 _POOL_TOKENS = 4
 
 
@@ -244,13 +244,12 @@ def convert_blocks(
 
 
 def _as_blocks(content: memoryview, layout: KVLayout) -> "Tensor":
-    """Return ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, sharing the bytes."""
+    """Return ``[num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim]``, sharing the bytes."""
     import torch
 
     from engine.kv_cache.memory import TORCH_DTYPES
 
-    shape = (-1, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    return torch.frombuffer(content, dtype=TORCH_DTYPES[layout.dtype]).view(shape)
+    return torch.frombuffer(content, dtype=TORCH_DTYPES[layout.dtype]).view(-1, *layout.shape)
 
 
 def _part(block: "Tensor", axis: int, first: int, count: int) -> "Tensor":

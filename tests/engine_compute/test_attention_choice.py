@@ -68,6 +68,18 @@ def test_an_explicit_backend_is_used() -> None:
         assert choose_backend(name, CUDA, Needs("bfloat16", 128), packages, works) == name
 
 
+def test_no_kernel_reads_latents(caplog: pytest.LogCaptureFixture) -> None:
+    """D6: a kernel that looks for values behind the keys would read other tokens' rows."""
+    needs = Needs("bfloat16", 128, is_latent=True)
+    packages = having("triton", "flashinfer")
+    for name in ("hybrid", "flashinfer", "triton"):
+        with pytest.raises(SettingError, match=f"attention_backend is '{name}', but .* one latent row"):
+            choose_backend(name, CUDA, needs, packages, works)
+    with caplog.at_level("INFO"):
+        assert choose_backend("auto", CUDA, needs, packages, works) == "torch"
+    assert "this cache has one latent row" in caplog.text
+
+
 def test_kernels_that_convert_nothing_read_no_other_kv(caplog: pytest.LogCaptureFixture) -> None:
     """D12: an explicit one is refused with both settings; auto takes plain torch, and the log gives the reason."""
     needs = Needs("bfloat16", 128, kv_dtype="float32")

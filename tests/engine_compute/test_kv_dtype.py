@@ -70,9 +70,9 @@ def answers_of(driver: Driver, chunk: int = 10_000) -> list[list[int]]:
     return [generated[name] for name in PROMPTS]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "cohere2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "cohere2", "deepseek_v3"])
 def test_answers_are_those_of_a_reference_that_rounds_kv(tmp_path: Path, family: str) -> None:
-    """D12: full attention and sliding windows, our own decoder and transformers', whole prompts and chunks."""
+    """D12: full attention, sliding windows and latents, our own decoder and transformers', whole prompts and chunks."""
     windows: dict[str, Any] = {"sliding_window": 6} if family == "mistral" else {}
     make = make_checkpoint if family in FAMILIES else make_foreign_checkpoint
     folder = make(tmp_path, family, 3, **windows)

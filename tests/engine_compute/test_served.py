@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_the_listed_tensors_are_those_of_the_model(
     assert dict(architecture.shapes(config, head)) == built
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_neox", "qwen3_moe", "glm4_moe_lite"])
 def test_what_is_served_has_the_sizes_that_are_loaded(tmp_path: Path, family: str) -> None:
     is_own = family in (*FAMILIES, "qwen3_moe")
     folder = (make_checkpoint if family in FAMILIES else make_foreign_checkpoint)(tmp_path, family)
@@ -125,7 +126,7 @@ def test_what_is_served_has_the_sizes_that_are_loaded(tmp_path: Path, family: st
     assert served is not None and served.is_own is is_own and served.is_tried
     loaded = load_on_cpu(folder)
     shape = loaded.config
-    num_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+    num_bytes = shape.num_layers * prod(shape.cache_shape(1, 1)) * 4
     assert (served.kv_bytes_per_token, served.max_model_len) == (num_bytes, loaded.info.max_model_len)
     assert served.dtype == loaded.info.dtype
 

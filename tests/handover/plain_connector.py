@@ -1,7 +1,7 @@
 """A reference for hand-overs between unequal engines: the plainest connector, without transport, plan or blocks.
 
-The sender's KV of a whole prompt becomes one tensor ``[num_layers, 2, num_kv_heads, num_tokens, head_dim]``; the receiver
-rounds it to its own dtype and cuts it into its own blocks. One request at a time: the prefill leg ends before the
+The sender's KV of a whole prompt becomes one tensor ``[num_layers, parts, num_kv_heads, num_tokens, head_dim]``; the
+receiver rounds it to its own dtype and cuts it into its own blocks. One request at a time: the prefill leg ends before the
 decode leg begins.
 """
 
@@ -153,7 +153,7 @@ class PlainConnector:
         assert self.memory is not None
         layout = self.layout
         flat = torch.frombuffer(self.memory.write_view(block_id), dtype=DTYPES[layout.dtype])
-        return flat.view(layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        return flat.view(layout.shape)
 
 
 class PlainRank:

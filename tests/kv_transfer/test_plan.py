@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.layout import (
+    KEY_VALUE,
+    LATENT,
     MAX_BLOCK_SIZE_RATIO,
     KVLayout,
     Side,
@@ -26,15 +28,21 @@ UNTIMED = settings(deadline=None)
 
 @st.composite
 def plans(draw: st.DrawFn) -> TransferPlan:
-    """Draw two compatible sides: one block size is a multiple of the other, any numbers of heads and ranks, two dtypes."""
+    """Draw two compatible sides: one block size is a multiple of the other, any numbers of heads and ranks, two dtypes.
+
+    A latent is one head, of which each rank has a copy.
+    """
     small, ratio = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     sizes = draw(st.permutations([small, small * ratio]))
-    num_heads = draw(st.sampled_from([1, 2, 3, 4, 6, 10, 12]))
+    parts = draw(st.sampled_from([KEY_VALUE, LATENT]))
+    num_heads = 1 if parts == LATENT else draw(st.sampled_from([1, 2, 3, 4, 6, 10, 12]))
     sides = []
     for size in sizes:
         ranks, dtype = draw(st.integers(1, 8)), draw(st.sampled_from(["float32", "bfloat16"]))
         held = -(-num_heads // ranks)
-        layout = KVLayout(num_layers=2, num_kv_heads=held, head_dim=3, block_size=size, dtype=dtype)
+        layout = KVLayout(
+            num_layers=2, num_kv_heads=held, head_dim=3, block_size=size, dtype=dtype, parts=parts
+        )
         sides.append(Side(layout, ranks, num_heads))
     return TransferPlan(*sides)
 

@@ -16,9 +16,13 @@ UNTOUCHED = 7.0
 
 
 def prompt_kv(plan: TransferPlan, num_tokens: int) -> Tensor:
-    """Return ``[num_layers, 2, all heads, num_tokens, head_dim]`` in the sender's dtype; many values round in bfloat16."""
+    """Return ``[num_layers, parts, all heads, num_tokens, head_dim]`` in the sender's dtype.
+
+    Many values round in bfloat16.
+    """
     layout = plan.theirs.layout
-    shape = (layout.num_layers, 2, plan.theirs.num_kv_heads, num_tokens, layout.head_dim)
+    num_parts = len(layout.parts)
+    shape = (layout.num_layers, num_parts, plan.theirs.num_kv_heads, num_tokens, layout.head_dim)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(num_tokens)) * 100
     return noise.to(TORCH_DTYPES[layout.dtype])
 
@@ -26,12 +30,11 @@ def prompt_kv(plan: TransferPlan, num_tokens: int) -> Tensor:
 def cut(kv: Tensor, side: Side, rank: int, first: int, end: int) -> Tensor:
     """Yield blocks ``first``..``end`` - 1 of a rank; places after the prompt's end hold UNTOUCHED."""
     layout = side.layout
-    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
     heads = kv[:, :, side.heads(rank).start : side.heads(rank).stop]
     blocks = []
     for block in range(first, end):
         tokens = heads[:, :, :, block * layout.block_size : (block + 1) * layout.block_size]
-        whole = torch.full(shape, UNTOUCHED).to(TORCH_DTYPES[layout.dtype])
+        whole = torch.full(layout.shape, UNTOUCHED).to(TORCH_DTYPES[layout.dtype])
         whole[:, :, :, : tokens.shape[3]] = tokens.to(whole.dtype)
         blocks.append(whole)
     return torch.stack(blocks)
@@ -42,8 +45,9 @@ def as_bytes(blocks: Tensor) -> memoryview:
 
 
 def room_for(layout: KVLayout, count: int) -> list[memoryview]:
-    size = layout.num_layers * 2 * layout.num_kv_heads * layout.block_size * layout.head_dim
-    return [as_bytes(torch.full((size,), UNTOUCHED).to(TORCH_DTYPES[layout.dtype])) for _ in range(count)]
+    return [
+        as_bytes(torch.full(layout.shape, UNTOUCHED).to(TORCH_DTYPES[layout.dtype])) for _ in range(count)
+    ]
 
 
 @settings(deadline=None, max_examples=40)

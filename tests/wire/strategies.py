@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from contract.layout import KVLayout
+from contract.layout import KEY_VALUE, LATENT, KVLayout
 from contract.membership import (
     Credit,
     CreditUse,
@@ -169,7 +169,7 @@ outputs = st.builds(
     error_param=st.none() | NAMES,
 )
 
-layouts = st.builds(KVLayout, dtype=TEXTS, **_LAYOUT)
+layouts = st.builds(KVLayout, dtype=TEXTS, parts=st.sampled_from([KEY_VALUE, LATENT]), **_LAYOUT)
 registrations = st.builds(
     Registration,
     protocol_min=_REGISTRATION["protocol_min"],

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from contract.layout import KVLayout
+from contract.layout import KEY_VALUE, LATENT, KVLayout
 from contract.membership import (
     Credit,
     CreditUse,
@@ -23,6 +23,7 @@ from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTran
 from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
 from tests.wire.test_round_trips import CODECS
+from wire.messages import from_proto, to_proto
 
 SAMPLING = SamplingParams(
     temperature=0.5,
@@ -140,8 +141,15 @@ REPORTED: dict[str, Any] = {
 }
 LOAD = Load(**REPORTED)
 LOAD_MESSAGE = pb.Load(**REPORTED)
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
-LAYOUT_MESSAGE = pb.KvLayout(num_layers=1, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
+SHAPE: dict[str, Any] = {
+    "num_layers": 1,
+    "num_kv_heads": 2,
+    "head_dim": 3,
+    "block_size": 4,
+    "dtype": "float32",
+}
+LAYOUT = KVLayout(**SHAPE, parts=LATENT)
+LAYOUT_MESSAGE = pb.KvLayout(**SHAPE, parts=LATENT)
 
 CREDIT: dict[str, Any] = {
     "max_requests": 1,
@@ -268,6 +276,13 @@ def test_a_field_stands_where_the_protocol_has_it(held: Any, message: Message) -
     codec = next(codec for codec in CODECS if codec.message is type(message))
     assert codec.to_proto(held) == message
     assert codec.from_proto(message) == held
+
+
+def test_keys_and_values_are_no_field_of_a_layout() -> None:
+    """D6: the bytes are those of versions without other parts."""
+    message = to_proto(pb.KvLayout, KVLayout(**SHAPE))
+    assert message.SerializeToString().hex() == "08011002180320042a07666c6f61743332"
+    assert from_proto(KVLayout, message).parts == KEY_VALUE
 
 
 @pytest.mark.parametrize("message", [message for _, message in EXAMPLES], ids=lambda it: type(it).__name__)
