@@ -92,6 +92,23 @@ _FOREIGN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"ffn_dim": 96, "word_embed_proj_dim": 64},
     ),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 4}),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": None},
+    ),
+    # The second layer sees everything, without positions; its queries grow with theirs.
+    "llama4": (
+        transformers.Llama4TextConfig,
+        transformers.Llama4ForCausalLM,
+        {
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "attention_chunk_size": 10,
+            "floor_scale": 8,
+            "no_rope_layers": [1, 0],
+        },
+    ),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
         transformers.Qwen3MoeForCausalLM,

@@ -5,7 +5,7 @@ It is chosen by device, the model's needs and installed packages.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,12 +35,16 @@ _MAX_REASON = 300
 class LayerShape:
     """The parameters that differ between layers: the scores' scale and the window, in tokens (None: all).
 
-    softcap: scores become softcap × tanh(score / softcap) after scaling (Gemma 2); None applies none.
+    softcap: scores become softcap × tanh(score / softcap) after scaling (Gemma 2); None applies none. chunk_size: a token
+    sees the tokens of its own chunk of positions only (Llama 4); None: of all. sinks ``[num_heads]``: a further score of
+    each head, of which the softmax has no value (gpt-oss); None: none. Plain torch alone computes the last two.
     """
 
     scale: float
     sliding_window: int | None
     softcap: float | None = None
+    chunk_size: int | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,8 @@ def create_backend(name: str) -> AttentionBackend:
 class Needs:
     """The attention of a model. group: query heads per KV head. windows: those of its layers, in tokens (None: all).
 
-    kv_dtype: of the cache; None: ``dtype``. is_latent: a token has one row in the cache, which is key and value.
+    kv_dtype: of the cache; None: ``dtype``. is_latent: a token has one row in the cache, which is key and value. special:
+    what plain torch alone computes, in words; None: nothing.
     """
 
     dtype: str
@@ -146,6 +151,7 @@ class Needs:
     windows: frozenset[int | None] = frozenset({None})
     kv_dtype: str | None = None
     is_latent: bool = False
+    special: str | None = None
 
 
 def is_installed(package: str) -> bool:
@@ -226,7 +232,9 @@ def _why_not_flashinfer(device: torch.device, needs: Needs, installed: Callable[
 
 
 def _why_not_from(needs: Needs) -> str | None:
-    """Return why kernels that multiply what they load, and convert nothing, cannot attend over this cache."""
+    """Return why kernels that multiply what they load, and convert nothing, cannot compute this attention."""
+    if needs.special is not None:
+        return f"it does not compute {needs.special}"
     if needs.is_latent:
         return "it reads a key and a value of each token, and this cache has one latent row"
     if needs.kv_dtype in (None, needs.dtype):

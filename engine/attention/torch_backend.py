@@ -85,9 +85,11 @@ class TorchStep:
             for row in self._prefill_rows:
                 own = row.tokens
                 row.mix(shape, query[own], key[own].transpose(0, 1), value[own].transpose(0, 1), output[own])
-            for group in self._decode_groups:
-                own_value = value[group.tokens]  # a token that is alone sees itself only
-                output[group.tokens] = own_value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            for group in self._decode_groups:  # a token that is alone sees itself only
+                own_query, own_key, own_value = (
+                    states[group.tokens][:, :, None] for states in (query, key, value)
+                )
+                output[group.tokens] = _attend(shape, own_query, own_key, own_value, None)[:, :, 0]
             return output
         all_rows: list[PrefillRow | DecodeGroup] = [*self._prefill_rows, *self._decode_groups]
         for rows in all_rows:
@@ -109,7 +111,7 @@ class PrefillRow:
         self.table = _to_device(inputs.block_table[row : row + 1, :num_blocks], device=device)
         self._positions = _to_device(inputs.positions[start:end], device=device)
         self._is_whole = end - start == self._seq_len
-        self._masks: dict[int | None, Tensor | None] = {}
+        self._masks: dict[_Reach, Tensor | None] = {}
 
     def attend(self, shape: LayerShape, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
         """Fill this request's rows of ``output``. keys, values: of its table's blocks, with this step's tokens."""
@@ -118,20 +120,18 @@ class PrefillRow:
 
     def mix(self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Attend: query ``[tokens, heads, head_dim]`` over key and value ``[kv_heads, seq_len, head_dim]``."""
-        mask = self._mask(shape.sliding_window)
+        mask = self._mask((shape.sliding_window, shape.chunk_size))
         mixed = _attend(shape, query.transpose(0, 1)[None], key[None], value[None], mask)
         output.copy_(mixed[0].transpose(0, 1))
 
-    def _mask(self, window: int | None) -> Tensor | None:
+    def _mask(self, reach: "_Reach") -> Tensor | None:
         """Return ``[tokens, seq_len]``, True where a token is visible; None for the causal square. Made once per step."""
-        if window is not None and window >= self._seq_len:
-            window = None
-        if window is None and self._is_whole:
+        if self._is_whole and all(limit is None or limit >= self._seq_len for limit in reach):
             return None
-        if window not in self._masks:
+        if reach not in self._masks:
             all_positions = torch.arange(self._seq_len, device=self._positions.device)
-            self._masks[window] = _visible(all_positions, self._positions[:, None], window)
-        return self._masks[window]
+            self._masks[reach] = _visible(all_positions, self._positions[:, None], reach)
+        return self._masks[reach]
 
 
 class DecodeGroup:
@@ -150,23 +150,21 @@ class DecodeGroup:
         self.table = _to_device(np.where(is_own, inputs.block_table[rows, :num_blocks], 0), device=device)
         self._positions = _to_device(inputs.seq_lens[rows] - 1, device=device)
         self._slots = torch.arange(num_blocks * block_size, device=device)
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[_Reach, Tensor] = {}
 
     def attend(self, shape: LayerShape, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
         """Fill these requests' rows of ``output``. keys, values: of the table's blocks, with this step's tokens."""
-        if shape.sliding_window not in self._masks:
-            visible = _visible(self._slots, self._positions[:, None], shape.sliding_window)
-            self._masks[shape.sliding_window] = visible[:, None, None, :]
-        mixed = _attend(
-            shape, query[self.tokens][:, :, None], keys, values, self._masks[shape.sliding_window]
-        )
+        reach = (shape.sliding_window, shape.chunk_size)
+        if reach not in self._masks:
+            self._masks[reach] = _visible(self._slots, self._positions[:, None], reach)[:, None, None, :]
+        mixed = _attend(shape, query[self.tokens][:, :, None], keys, values, self._masks[reach])
         output[self.tokens] = mixed[:, :, 0]
 
 
 def _attend(shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Attend over ``[batch, heads, tokens, head_dim]``; mask as in ``PrefillRow``, None is the causal square."""
     group = query.shape[1] // key.shape[1]
-    if shape.softcap is None:
+    if shape.softcap is None and shape.sinks is None:
         return scaled_dot_product_attention(
             query,
             key,
@@ -176,17 +174,32 @@ def _attend(shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, mask: 
             scale=shape.scale,
             enable_gqa=group > 1,
         )
-    # In the order of transformers' eager attention; torch's has no soft cap.
+    # In the order of transformers' eager attention; torch's has neither soft caps nor sinks.
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     key = key.repeat_interleave(group, dim=1)
     value = value.repeat_interleave(group, dim=1)
-    scores = torch.tanh(query @ key.transpose(2, 3) * shape.scale / shape.softcap) * shape.softcap
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    scores = query @ key.transpose(2, 3) * shape.scale
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if shape.sinks is not None:
+        sinks = shape.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]]
     return weights.to(query.dtype) @ value
 
 
-def _visible(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Return True where a query sees a key: not a later one, and less than ``window`` tokens before it."""
-    causal = keys <= queries
-    return causal if window is None else causal & (keys > queries - window)
+_Reach = tuple[int | None, int | None]
+"""A layer's window and chunk size, in tokens."""
+
+
+def _visible(keys: Tensor, queries: Tensor, reach: _Reach) -> Tensor:
+    """Return True where a query sees a key: not a later one, less than a window before it, and in the same chunk."""
+    window, chunk_size = reach
+    visible = keys <= queries
+    if window is not None:
+        visible = visible & (keys > queries - window)
+    if chunk_size is not None:
+        visible = visible & (keys // chunk_size == queries // chunk_size)
+    return visible

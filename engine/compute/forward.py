@@ -97,8 +97,13 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     model = loaded.model
     config = loaded.config
     info = loaded.info
-    is_latent = config.kv_parts == LATENT
-    needs = Needs(info.dtype, config.head_dim, kv_dtype=info.kv_dtype, is_latent=is_latent)
+    needs = Needs(
+        info.dtype,
+        config.head_dim,
+        kv_dtype=info.kv_dtype,
+        is_latent=config.kv_parts == LATENT,
+        special=model.special_attention,
+    )
     # A model of transformers shows only when it runs whether it has groups or windows.
     if isinstance(config, DecoderConfig):
         group = config.num_heads // config.num_kv_heads

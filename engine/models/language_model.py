@@ -11,7 +11,12 @@ from engine.connector import LayerWatch
 
 
 class LanguageModel(nn.Module, ABC):
-    """A causal decoder on one rank. Its parameters have the names of the checkpoint's tensors."""
+    """A causal decoder on one rank. Its parameters have the names of the checkpoint's tensors.
+
+    special_attention: what of its attention plain torch alone computes, in words; None: nothing.
+    """
+
+    special_attention: str | None = None
 
     @abstractmethod
     def forward(

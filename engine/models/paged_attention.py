@@ -5,9 +5,9 @@ once per process: under SERVING a layer attends through the running step; under 
 recorded. ``attach`` stores the object that does either as the attribute ``paged_attention`` of each layer's module.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
 from engine.models.config import ModelShape, unserved
 from engine.models.latent_attention import LatentProjection, find_latent
-from engine.models.transformers_rules import LATER, RECURRENT, SINKS, TWICE, UNEQUAL
+from engine.models.transformers_rules import LATER, RECURRENT, TWICE, UNEQUAL
 
 SERVING = "kvbaton"
 ASKING = "kvbaton_asking"
@@ -67,18 +67,64 @@ def attach(model: nn.Module, answer: "PagedAttention | Survey") -> None:
             setattr(module, _ATTRIBUTE, answer)
 
 
-class PagedAttention:
-    """Attends in the running step. Owns the step, the caches and the watch meanwhile."""
+@dataclass(frozen=True)
+class Temperature:
+    """The growth of a layer's queries with their position (Llama 4): 1 + scale × log(1 + (position + 1) // floor)."""
 
-    def __init__(self) -> None:
-        self._running: tuple[AttentionStep, Sequence[Tensor] | None, LayerWatch | None] | None = None
+    scale: float
+    floor: float
+
+    def scaled(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Return ``query`` ``[num_tokens, heads, head_dim]`` of tokens at ``positions`` ``[num_tokens]``, in its dtype."""
+        growth = torch.log1p(torch.floor((positions.float() + 1.0) / self.floor)) * self.scale + 1.0
+        return (query * growth[:, None, None]).to(query.dtype)
+
+
+def remove_temperatures(model: nn.Module) -> dict[int, Temperature]:
+    """Return the temperature of each layer that has one, by layer, and remove it from ``model``.
+
+    The model counts the tokens of a batch as the positions of one text.
+    """
+    found = {}
+    module: Any
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            found[module.layer_idx] = Temperature(module.attn_scale, module.floor_scale)
+            module.attn_temperature_tuning = False
+    return found
+
+
+@dataclass(frozen=True)
+class _Running:
+    step: AttentionStep
+    caches: Sequence[Tensor] | None
+    watch: LayerWatch | None
+    positions: Tensor
+
+
+class PagedAttention:
+    """Attends in the running step. Owns the step, the caches and the watch meanwhile.
+
+    reaches: fields of LayerShape, of the layers of which only the mask has them. temperatures: by layer.
+    """
+
+    def __init__(
+        self, reaches: Mapping[int, dict[str, Any]], temperatures: Mapping[int, Temperature]
+    ) -> None:
+        self._reaches = reaches
+        self._temperatures = temperatures
+        self._running: _Running | None = None
 
     @contextmanager
     def during(
-        self, step: AttentionStep, caches: Sequence[Tensor] | None, watch: LayerWatch | None
+        self,
+        step: AttentionStep,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None,
+        positions: Tensor,
     ) -> Iterator[None]:
-        """Attend by ``step`` until the end of the block."""
-        self._running = (step, caches, watch)
+        """Attend by ``step`` until the end of the block. positions ``[num_tokens]``: of the step's tokens."""
+        self._running = _Running(step, caches, watch, positions)
         try:
             yield
         finally:
@@ -88,7 +134,8 @@ class PagedAttention:
         """Store the tokens' KV, notify the watch, and attend over the tokens that each may see."""
         if self._running is None:
             raise InternalError("a layer attends while no step runs")
-        step, caches, watch = self._running
+        step = self._running.step
+        caches = self._running.caches
         cache = None if caches is None else caches[call.layer]
         query = call.query
         key = call.key
@@ -98,25 +145,50 @@ class PagedAttention:
             key = value = latent.rows(key)
         if cache is not None:
             step.store(key, value, cache)
-        if watch is not None:
-            watch.on_stored(call.layer + 1)
-        mixed = step.attend(call.shape, query, key, value, cache)
+        if self._running.watch is not None:
+            self._running.watch.on_stored(call.layer + 1)
+        if (temperature := self._temperatures.get(call.layer)) is not None:
+            query = temperature.scaled(query, self._running.positions)
+        shape = replace(call.shape, **self._reaches.get(call.layer, {}))
+        mixed = step.attend(shape, query, key, value, cache)
         return mixed if latent is None else latent.expand(mixed)
 
 
 class Survey:
-    """Records the attention of every layer; raises SettingError for one that the paged cache cannot compute."""
+    """Records the attention of every layer; raises SettingError for one that the paged cache cannot compute.
 
-    def __init__(self, architecture: str) -> None:
+    chunk_size, window: those of the layers that have one, as the configuration gives them; None without any. reaches: see
+    PagedAttention.
+    """
+
+    def __init__(self, architecture: str, chunk_size: int | None = None, window: int | None = None) -> None:
         self._architecture = architecture
+        self._chunk_size = chunk_size
+        self._window = window
         self._calls: list[LayerCall] = []
+        self.reaches: dict[int, dict[str, Any]] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
         """Record the call and return what has the shape of its result."""
-        if reason := _why_unserved(call):
+        reason = _why_unserved(call) or _why_masked_otherwise(call.mask, call.shape.sliding_window)
+        if reason and call.shape.sliding_window is None:
+            if self._chunk_size is not None and _is_chunked(call.mask, self._chunk_size):
+                self.reaches[call.layer] = {"chunk_size": self._chunk_size}
+            elif self._window is not None and not _why_masked_otherwise(call.mask, self._window):
+                self.reaches[call.layer] = {"sliding_window": self._window}
+            if call.layer in self.reaches:
+                reason = _why_unserved(call)
+        if reason:
             raise unserved(self._architecture, reason)
         self._calls.append(call)
         return call.query if call.latent is None else call.value
+
+    @property
+    def special_attention(self) -> str | None:
+        """See LanguageModel."""
+        if any(call.shape.sinks is not None for call in self._calls):
+            return "attention sinks"
+        return "attention in chunks" if any("chunk_size" in each for each in self.reaches.values()) else None
 
     def result(self, num_layers: int, vocab_size: int, num_positions: int) -> ModelShape:
         """Return the model's shape. num_layers: from its configuration."""
@@ -154,14 +226,25 @@ class AskedMask:
 
 def _why_unserved(call: LayerCall) -> str | None:
     if unknown := sorted(set(call.others) - _WITHOUT_MEANING):
-        return SINKS if unknown[0] == "s_aux" else f"attention that takes {unknown[0]!r} is not served"
+        return f"attention that takes {unknown[0]!r} is not served"
     if call.others.get("is_causal") is False:
         return LATER
     if call.latent is None and call.key.shape != call.value.shape:
         return f"keys and values that differ in shape ({list(call.key.shape)}, {list(call.value.shape)}) are not served"
     if call.query.shape[1] % call.key.shape[1]:
         return f"its {call.query.shape[1]} heads are no multiple of its {call.key.shape[1]} KV heads"
-    return _why_masked_otherwise(call.mask, call.shape.sliding_window)
+    return None
+
+
+def _is_chunked(mask: object, size: int) -> bool:
+    """Return whether a token sees all earlier ones of its own chunk of ``size`` positions, and no others."""
+    if not isinstance(mask, AskedMask):
+        return False
+    start = _FAR // size * size
+    ends = (start + size // 2, start + size - 1)
+    return all(
+        mask.sees(end, start) and mask.sees(end, end) and not mask.sees(end, start - 1) for end in ends
+    ) and not mask.sees(start, start + 1)
 
 
 def _why_masked_otherwise(mask: object, window: int | None) -> str | None:
@@ -187,6 +270,7 @@ def _attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers calls it: ``[1, heads, num_tokens, head_dim]`` in, tokens before heads out."""
@@ -195,6 +279,6 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     query, key, value = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     given = {name: other for name, other in others.items() if other is not None}
-    shape = LayerShape(scale, sliding_window, softcap)
+    shape = LayerShape(scale, sliding_window, softcap, sinks=s_aux)
     call = LayerCall(layer, shape, query, key, value, attention_mask, given, find_latent(module))
     return answer.attend(call)[None], None

@@ -31,7 +31,16 @@ from engine.models.config import ModelShape, RawConfig, unserved
 from engine.models.language_model import LanguageModel
 from engine.models.latent_attention import find_latent
 from engine.models.load_progress import has_terminal
-from engine.models.paged_attention import ASKING, SERVING, AskedMask, PagedAttention, Survey, attach, register
+from engine.models.paged_attention import (
+    ASKING,
+    SERVING,
+    AskedMask,
+    PagedAttention,
+    Survey,
+    attach,
+    register,
+    remove_temperatures,
+)
 from engine.models.transformers_rules import angles, read_facts, refusing
 from engine.outputs import NewRequestData, SchedulerOutput
 
@@ -127,19 +136,22 @@ def _inputs(prompts: Sequence[list[int]], computed: Sequence[int], counts: Seque
 class TransformersModel(LanguageModel):
     """A causal language model of transformers, split into the decoder and the layers that compute logits.
 
-    Takes ownership of ``whole``. The layers behind the decoder (a head, scales, soft caps) run through the model's own
-    ``forward``, in which a module that returns the decoder's states replaces the decoder.
+    Takes ownership of ``whole``. survey: of its layers. The layers behind the decoder (a head, scales, soft caps) run
+    through the model's own ``forward``, in which a module that returns the decoder's states replaces the decoder.
     """
 
-    def __init__(self, whole: Any) -> None:
+    def __init__(self, whole: Any, survey: Survey) -> None:
         super().__init__()
-        self._attention = PagedAttention()
+        self._attention = PagedAttention(survey.reaches, remove_temperatures(whole))
+        self.special_attention = survey.special_attention
         whole.set_attn_implementation(SERVING)
         attach(whole, self._attention)
         for module in list(whole.modules()):
             if (latent := find_latent(module)) is not None:
                 module.kv_b_proj = latent
-        self.decoder: nn.Module = whole.get_decoder()
+        decoder = whole.get_decoder()
+        # Llama 4 of text alone is found as its own decoder.
+        self.decoder: nn.Module = whole.model if decoder is whole else decoder
         self._given = _GivenStates()
         place = next(name for name, module in whole.named_modules() if module is self.decoder)
         whole.set_submodule(place, self._given)
@@ -154,7 +166,7 @@ class TransformersModel(LanguageModel):
         watch: LayerWatch | None = None,
     ) -> Tensor:
         """See LanguageModel."""
-        with self._attention.during(step, caches, watch):
+        with self._attention.during(step, caches, watch, positions):
             output = self.decoder(
                 input_ids=input_ids[None].long(), position_ids=positions[None].long(), use_cache=False
             )
@@ -209,14 +221,18 @@ class TransformersCheckpoint:
             whole = self._read(dtype).to(device).requires_grad_(False)
             _fix_angles(whole, length)
             with torch.inference_mode():
-                survey = Survey(self._architecture)
+                survey = Survey(
+                    self._architecture,
+                    getattr(self._config, "attention_chunk_size", None),
+                    getattr(self._config, "sliding_window", None),
+                )
                 attach(whole, survey)
                 tokens = torch.zeros((1, 2), dtype=torch.long, device=device)
                 vocab_size = whole(input_ids=tokens, use_cache=False).logits.shape[-1]
                 shape = survey.result(self._config.num_hidden_layers, vocab_size, self.max_positions)
                 # Before ``TransformersModel`` takes the decoder out of ``whole``.
                 reference = Reference.of(whole, shape.vocab_size, device)
-                model = TransformersModel(whole).eval()
+                model = TransformersModel(whole, survey).eval()
                 found = difference(model, shape, dtype, reference)
         allowed = tolerance(dtype)
         logger.info(

@@ -23,18 +23,17 @@ _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 # Decoders that transformers does not list as such: their checkpoints came as a part of a model of images.
 _UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
-SINKS = "attention sinks are not served"
 RECURRENT = "recurrent layers are not served"
 _SPARSE = "sparse attention is not served"
+_UNEQUAL_PARTS = "keys and values that differ in size are not served"
 LATER = "attention to later tokens is not served"
 OTHER_ATTENTION = "its attention cannot run over the paged KV cache"
 _OTHER_POSITIONS = "positions that it counts in its own way are not served"
 UNEQUAL = "layers whose KV differs in shape are not served"
 TWICE = "layers that attend more than once are not served"
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _REASON_OF_LAYERS = {
-    "chunked_attention": "attention in chunks is not served",
     "indexed_attention": _SPARSE,
     "heavily_compressed_attention": _SPARSE,
     "compressed_sparse_attention": _SPARSE,
@@ -46,7 +45,6 @@ _REASON_OF_LAYERS = {
     "recurrent": RECURRENT,
 }
 _REASONS: Mapping[str, frozenset[str]] = {
-    SINKS: frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}),
     RECURRENT: frozenset({"mamba", "mamba2", "rwkv", "xlstm", "zamba", "zamba2"}),
     OTHER_ATTENTION: frozenset({"doge", "git", "modernbert-decoder"}),
     _OTHER_POSITIONS: frozenset(
@@ -62,12 +60,13 @@ _REASON_OF_TYPE = {kind: reason for reason, kinds in _REASONS.items() for kind i
 # Types that attend to earlier tokens alone if ``is_decoder`` is set.
 _ENCODERS = frozenset({"bert", "electra", "ernie", "roc_bert"})
 TRIED = _ENCODERS | frozenset(
-    """afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx
-    deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text
-    glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoehybrid granitemoeshared
-    helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe longcat_flash
-    mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral4 mixtral moshi nanochat nemotron olmo olmo2
-    olmo3 olmoe opt persimmon phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
+    """afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
+    dbrx deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2
+    gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
+    granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
+    hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe llama4_text longcat_flash mellum minicpm3
+    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral4 mixtral moshi nanochat nemotron olmo olmo2 olmo3
+    olmoe opt persimmon phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
     vaultgemma youtu""".split()
 )
 """Types of which a small model gave transformers' own answers."""
@@ -160,10 +159,11 @@ def why_unserved(config: Any) -> str | None:
         return "layers that share their KV (num_kv_shared_layers) are not served"
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
         return _REASON_OF_LAYERS.get(unknown[0], f"layers of the type {unknown[0]!r} are not served")
-    if config.model_type in _ENCODERS and not getattr(config, "is_decoder", False):
+    is_encoder = config.model_type in _ENCODERS and not getattr(config, "is_decoder", False)
+    if is_encoder or getattr(config, "is_causal", True) is False:
         return LATER
-    if getattr(config, "is_causal", True) is False:
-        return LATER
+    if not getattr(config, "kv_lora_rank", None) and _has_other_values(config):
+        return _UNEQUAL_PARTS
     if len(_shapes(config)) > 1:
         return UNEQUAL
     if reason := _REASON_OF_TYPE.get(config.model_type):
@@ -191,6 +191,11 @@ def _unknown(architecture: str | None) -> SettingError:
 
 def _installed() -> str:
     return f"transformers {version('transformers')}, which is installed,"
+
+
+def _has_other_values(config: Any) -> bool:
+    sizes = (getattr(config, "head_dim", None), getattr(config, "v_head_dim", None))
+    return all(sizes) and sizes[0] != sizes[1]
 
 
 def _shapes(config: Any) -> set[tuple[int, int, int]]:

@@ -20,6 +20,8 @@ NUM_AHEAD = 2
 CPU = torch.device("cpu")
 SCALE = HEAD_DIM**-0.5
 
+SINKS = torch.tensor([1.5, -1.0, 0.3, 2.0])
+
 rows = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=6)
 windows = st.one_of(st.none(), st.integers(1, 12))
 
@@ -75,6 +77,8 @@ def expected_output(inputs: PreparedInputs, query: Tensor, cache: Tensor, shape:
         row = int(np.searchsorted(inputs.query_start_loc, token, side="right")) - 1
         position = int(inputs.positions[token])
         first = 0 if window is None else max(0, position - window + 1)
+        if shape.chunk_size is not None:
+            first = max(first, position // shape.chunk_size * shape.chunk_size)
         places = [
             (int(inputs.block_table[row, p // BLOCK_SIZE]), p % BLOCK_SIZE)
             for p in range(first, position + 1)
@@ -86,18 +90,31 @@ def expected_output(inputs: PreparedInputs, query: Tensor, cache: Tensor, shape:
             scores = (keys @ query[token, head]) * shape.scale
             if shape.softcap is not None:
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
-            output[token, head] = scores.softmax(0) @ values
+            if shape.sinks is not None:
+                scores = torch.cat((scores, shape.sinks[head, None]))
+            output[token, head] = scores.softmax(0)[: len(values)] @ values
     return output
 
 
 @settings(max_examples=40, deadline=None)
-@given(work=rows, window=windows, softcap=st.sampled_from([None, 0.3]))
-@example(work=[(9, 1), (14, 1), (0, 3)], window=None, softcap=None)
+@given(
+    work=rows,
+    window=windows,
+    softcap=st.sampled_from([None, 0.3]),
+    chunk_size=windows,
+    sinks=st.sampled_from([None, SINKS]),
+)
+@example(work=[(9, 1), (14, 1), (0, 3)], window=None, softcap=None, chunk_size=None, sinks=None)
+@example(work=[(9, 1), (14, 1), (0, 13)], window=None, softcap=None, chunk_size=8, sinks=SINKS)
 def test_mixed_batches_equal_the_loop(
-    work: list[tuple[int, int]], window: int | None, softcap: float | None
+    work: list[tuple[int, int]],
+    window: int | None,
+    softcap: float | None,
+    chunk_size: int | None,
+    sinks: Tensor | None,
 ) -> None:
-    """C15: chunks and decodes in any order, grouped-query heads, windows, soft caps; stale NaN has no effect."""
-    inputs, shape = make_inputs(work), LayerShape(SCALE, window, softcap)
+    """C15: chunks and decodes in any order, grouped-query heads, windows, soft caps, sinks; stale NaN has no effect."""
+    inputs, shape = make_inputs(work), LayerShape(SCALE, window, softcap, chunk_size, sinks)
     query, key, value = random_states(inputs)
     cache = pool_with_garbage(inputs)
     step = create_backend("torch").plan(inputs, BLOCK_SIZE, CPU)
@@ -121,12 +138,12 @@ def test_the_rest_of_a_new_block_is_cleared() -> None:
     assert bool((cache[others] == 7.0).all())
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_without_a_cache_requests_see_their_own_tokens(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (3, None), (None, SINKS)])
+def test_without_a_cache_requests_see_their_own_tokens(window: int | None, sinks: Tensor | None) -> None:
     """D8: the profile run attends within the batch and equals a run with a cache."""
     lengths = [5, 1, 9, 1]
     query, key, value = random_states(profile_inputs(lengths))
-    backend, shape = create_backend("torch"), LayerShape(SCALE, window)
+    backend, shape = create_backend("torch"), LayerShape(SCALE, window, sinks=sinks)
     bare = backend.plan(profile_inputs(lengths), BLOCK_SIZE, CPU).attend(shape, query, key, value, None)
     cached_inputs = make_inputs([(0, length) for length in lengths])
     step, cache = backend.plan(cached_inputs, BLOCK_SIZE, CPU), pool_with_garbage(cached_inputs)

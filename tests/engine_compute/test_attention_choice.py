@@ -118,6 +118,15 @@ def test_auto_announces_why_flashinfer_fails_and_goes_on(caplog: pytest.LogCaptu
     assert len(tried) == 2
 
 
+def test_what_plain_torch_alone_computes_is_left_to_it() -> None:
+    packages = having("triton", "flashinfer")
+    needs = Needs("bfloat16", 128, special="attention sinks")
+    assert choose_backend("auto", CUDA, needs, packages, lambda *_: None) == "torch"
+    for name in ("triton", "flashinfer", "hybrid"):
+        with pytest.raises(SettingError, match=f"'{name}', but it does not compute attention sinks"):
+            choose_backend(name, CUDA, needs, packages, lambda *_: None)
+
+
 def test_a_library_that_cannot_be_imported_is_a_reason() -> None:
     """Here FlashInfer, Triton or the device is missing."""
     reason = why_flashinfer_fails(CUDA, Needs("bfloat16", 128), True)

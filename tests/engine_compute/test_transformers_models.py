@@ -10,7 +10,11 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from contract.errors import SettingError
 from contract.requests import EngineRequest
@@ -136,7 +140,11 @@ def write(folder: Path, name: str, **fields: Any) -> Path:
             {"n_head": 4, "max_position_embeddings": 64},
             "its attention cannot run over the paged KV cache",
         ),
-        ("GptOss", {"num_local_experts": 4, "head_dim": 16}, "attention sinks are not served"),
+        (
+            "MiMoV2Flash",
+            {"n_routed_experts": 4, "head_dim": 16, "v_head_dim": 8, "moe_intermediate_size": 32},
+            "keys and values that differ in size are not served",
+        ),
         ("Electra", {"max_position_embeddings": 64}, "attention to later tokens is not served"),
         ("DiffLlama", {"max_position_embeddings": 64}, "layers that attend more than once are not served"),
         ("Mamba", {"max_position_embeddings": 64}, "recurrent layers are not served"),
@@ -159,6 +167,34 @@ def test_models_that_would_give_wrong_answers_are_rejected(
     with pytest.raises(SettingError, match=f"{name}ForCausalLM is not served.*({reason})") as caught:
         load_on_cpu(folder)
     assert caught.value.param == "model"
+
+
+def test_the_attention_of_a_model_decides_its_backend(tmp_path: Path) -> None:
+    for family, special in (
+        ("gpt_oss", "attention sinks"),
+        ("llama4", "attention in chunks"),
+        ("olmo2", None),
+    ):
+        loaded = load_on_cpu(make_foreign_checkpoint(tmp_path / family, family))
+        assert loaded.model.special_attention == special
+
+
+def test_a_window_or_chunk_that_only_the_mask_has_is_found() -> None:
+    states = torch.zeros(2, 1, 4)
+
+    def reaches(mask: object, **sizes: int) -> dict[int, dict[str, Any]]:
+        survey = Survey("OurForCausalLM", **sizes)
+        survey.attend(LayerCall(3, LayerShape(1.0, None), states, states, states, mask, {}))
+        return survey.reaches
+
+    window = AskedMask(sliding_window_causal_mask_function(5))
+    chunk = AskedMask(chunked_causal_mask_function(6, torch.zeros(1, dtype=torch.int64)))
+    assert reaches(window, window=5, chunk_size=6) == {3: {"sliding_window": 5}}
+    assert reaches(chunk, window=5, chunk_size=6) == {3: {"chunk_size": 6}}
+    assert reaches(AskedMask(causal_mask_function), window=5, chunk_size=6) == {}
+    for mask, sizes in ((window, {"window": 6}), (chunk, {"chunk_size": 5}), (chunk, {"window": 6})):
+        with pytest.raises(SettingError, match="a layer's mask is not the causal one"):
+            reaches(mask, **sizes)
 
 
 @pytest.mark.parametrize(("masked", "named"), [(5, 5), (5, 6), (5, None), (None, 5), (None, None)])
