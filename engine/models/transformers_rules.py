@@ -162,10 +162,8 @@ def why_unserved(config: Any) -> str | None:
     is_encoder = config.model_type in _ENCODERS and not getattr(config, "is_decoder", False)
     if is_encoder or getattr(config, "is_causal", True) is False:
         return LATER
-    if not getattr(config, "kv_lora_rank", None) and _has_other_values(config):
-        return _UNEQUAL_PARTS
-    if len(_shapes(config)) > 1:
-        return UNEQUAL
+    if reason := _why_shaped_otherwise(config):
+        return reason
     if reason := _REASON_OF_TYPE.get(config.model_type):
         return reason
     # Does the model's code get its attention from transformers' registry, in which ours is? Its text is searched, since
@@ -173,6 +171,21 @@ def why_unserved(config: Any) -> str | None:
     folder = Path(inspect.getfile(type(config))).parent
     asks = any(_REGISTRY in file.read_text("utf-8") for file in folder.glob("modeling_*.py"))
     return None if asks else OTHER_ATTENTION
+
+
+def _why_shaped_otherwise(config: Any) -> str | None:
+    """Return why a token's KV has no shape that all layers, heads and parts share."""
+    if getattr(config, "kv_lora_rank", None):
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None)
+        # A latent gives each head a key of its own, which transformers would repeat.
+        if kv_heads not in (None, heads):
+            return f"latent attention with {kv_heads} KV heads (num_key_value_heads) for {heads} heads is not served"
+        return None
+    sizes = (getattr(config, "head_dim", None), getattr(config, "v_head_dim", None))
+    if all(sizes) and sizes[0] != sizes[1]:
+        return _UNEQUAL_PARTS
+    return UNEQUAL if len(_shapes(config)) > 1 else None
 
 
 def _unknown(architecture: str | None) -> SettingError:
@@ -191,11 +204,6 @@ def _unknown(architecture: str | None) -> SettingError:
 
 def _installed() -> str:
     return f"transformers {version('transformers')}, which is installed,"
-
-
-def _has_other_values(config: Any) -> bool:
-    sizes = (getattr(config, "head_dim", None), getattr(config, "v_head_dim", None))
-    return all(sizes) and sizes[0] != sizes[1]
 
 
 def _shapes(config: Any) -> set[tuple[int, int, int]]:

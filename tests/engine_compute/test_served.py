@@ -190,6 +190,15 @@ def test_other_refusals_are_those_of_the_loader(tmp_path: Path, fields: dict[str
     assert assert_same_verdict(folder) is None
 
 
+def test_latents_for_fewer_kv_heads_than_heads_are_refused(tmp_path: Path) -> None:
+    """A latent gives each head a key of its own, and transformers would repeat them."""
+    folder = make_foreign_checkpoint(tmp_path, "deepseek_v3")
+    change_config(folder, num_key_value_heads=2)
+    assert assert_same_verdict(folder) is None
+    refused = str(outcome(lambda: examine(folder)))
+    assert "latent attention with 2 KV heads (num_key_value_heads) for 4 heads is not served" in refused
+
+
 def test_a_folder_without_weights_is_read_from_its_configuration(tmp_path: Path) -> None:
     for family, make in (("qwen3", make_checkpoint), ("olmo2", make_foreign_checkpoint)):
         folder = make(tmp_path / family, family)
@@ -220,6 +229,9 @@ def small_model(model_type: str) -> Any:
         for name, value in SMALL.items()
         if isinstance(getattr(usual, name, None), int) and not isinstance(getattr(usual, name), bool)
     }
+    if "kv_lora_rank" in given:
+        given |= {"num_key_value_heads": SMALL["num_attention_heads"], "num_experts_per_tok": 2}
+        given["head_dim"] = SMALL["qk_rope_head_dim"]
     tokens: dict[str, Any] = {
         name: 1 for name in ("pad_token_id", "bos_token_id", "eos_token_id") if hasattr(usual, name)
     }
