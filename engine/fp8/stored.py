@@ -88,6 +88,10 @@ class Fp8Checkpoint:
         plain = [name for name in self._others if _split(name)[0] not in self.layers]
         return self._checkpoint.named_dtype(min(plain)) if plain else "float32"
 
+    def is_spare(self, name: str) -> bool:
+        """Return False: each tensor belongs to the model."""
+        return False
+
     def _read(self, name: str, part: "Part | None") -> "Tensor":
         layer, kind = _split(name)
         if layer in self.layers and kind == _INPUT_SCALE:
@@ -121,10 +125,6 @@ class Fp8Checkpoint:
     def _scales_of(self, layers: frozenset[str]) -> set[str]:
         kinds = (_SCALE, _INPUT_SCALE) if self._has_input_scales else (_SCALE,)
         return {f"{layer}.{kind}" for layer in layers for kind in kinds}
-
-
-Weights = Checkpoint | Fp8Checkpoint
-"""The tensors that a model loads, by name."""
 
 
 def _check_layer(checkpoint: Checkpoint, scheme: Fp8Scheme, layer: str) -> None:

@@ -6,7 +6,7 @@ Needs no torch until a tensor is read: names, shapes and dtypes stand in the fil
 import hashlib
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -23,13 +23,13 @@ from contract.model_folder import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.fp8.stored import Weights
     from engine.models.sharding import Part
 
 PLAIN_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
 """Numbers that need no scale, as safetensors names them."""
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
-_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The names that torch has for dtypes in which a model can be computed, by those of safetensors."""
 HEAD_NAME = "lm_head.weight"
 _DECODER = "model."
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -57,7 +57,37 @@ def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ..
     return end_token_ids(config, read_json_object(folder / "generation_config.json") or {})
 
 
-def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Weights") -> str:
+class Weights(Protocol):
+    """The tensors that a model loads, by name: those of the files, or dequantised ones in their place.
+
+    is_bare: see ``Checkpoint``.
+    """
+
+    is_bare: bool
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+
+    def stored_dtype(self, name: str) -> str:
+        """Return the dtype of what ``tensor`` returns, as safetensors names it, without reading it."""
+
+    def shape(self, name: str) -> list[int]:
+        """Return the tensor's shape without reading it."""
+
+    def tensor(self, name: str) -> "Tensor":
+        """Return the tensor on the host."""
+
+    def part(self, name: str, part: "Part") -> "Tensor":
+        """Return a part of the tensor on the host."""
+
+    def first_dtype(self) -> str:
+        """Return the dtype of the tensor whose name sorts first among those that are not quantised, as torch names it."""
+
+    def is_spare(self, name: str) -> bool:
+        """Return whether a model that has no such tensor can be served without it."""
+
+
+def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: Weights) -> str:
     """Return the dtype to compute in; "auto" is what config.json names, else that of the checkpoint's first tensor."""
     if setting != "auto":
         return setting
@@ -112,7 +142,17 @@ class Checkpoint:
     def named_dtype(self, name: str) -> str:
         """Return a tensor's dtype, as torch names it where a model can be computed in it."""
         stored = self.stored_dtype(name)
-        return _STORED_NAMES.get(stored, stored)
+        return STORED_NAMES.get(stored, stored)
+
+    def is_spare(self, name: str) -> bool:
+        """Return False: each tensor of a plain checkpoint belongs to its model."""
+        return False
+
+    def is_zero(self, name: str) -> bool:
+        """Return whether a tensor, which is read for it, has nothing but zeros."""
+        if self._framework == "numpy" and self.stored_dtype(name) == "BF16":  # which numpy does not have
+            return bool((_open(self._file_of[name], "pt").get_tensor(self._stored(name)) == 0).all())
+        return bool((self.tensor(name) == 0).all())
 
     def _stored(self, name: str) -> str:
         return name.removeprefix(_DECODER) if self.is_bare else name
@@ -156,7 +196,7 @@ def check_same_model(loaded: Mapping[str, Any], found: Mapping[str, Any]) -> Non
 
 def check_tensors(
     expected: Mapping[str, Sequence[int]],
-    checkpoint: "Weights",
+    checkpoint: Weights,
     have_scales: Set[str] = frozenset(),
     others: Set[str] = frozenset(),
 ) -> None:
@@ -167,7 +207,8 @@ def check_tensors(
     """
     found = {name for name in checkpoint.names() if not name.endswith(_IGNORED_SUFFIX)}
     _refuse("misses", set(expected) - found)
-    _refuse("has unexpected", found - set(expected) - others)
+    unexpected = found - set(expected) - others
+    _refuse("has unexpected", {name for name in unexpected if not checkpoint.is_spare(name)})
     for name, shape in expected.items():
         if (found_shape := checkpoint.shape(name)) != list(shape):
             raise bad_model(f"tensor {name} is {found_shape}; config.json requires {list(shape)}")

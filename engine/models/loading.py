@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from contract.errors import SettingError
 from contract.layout import model_fingerprint, resolve_kv_dtype
 from engine.distributed.group import RankGroup, SingleRank
 from engine.fp8.linear import prepare, why_dequantized
-from engine.fp8.stored import Fp8Checkpoint, Weights
+from engine.fp8.stored import Fp8Checkpoint
 from engine.models.checkpoint import (
     Checkpoint,
+    Weights,
     check_tensors,
     describe_model,
     read_config,
     read_eos_token_ids,
-    resolve_dtype,
 )
 from engine.models.config import Head, ModelInfo, ModelShape, RawConfig, check_counts
 from engine.models.experts import SparseMLP, TokenExchange
@@ -28,6 +29,7 @@ from engine.models.load_progress import LoadProgress
 from engine.models.registry import architecture_name, find_architecture
 from engine.models.served import model_length, plan_own, refuse_ranks, refuse_spreading
 from engine.models.sharding import Part, config_of_rank, part_of
+from engine.quantisation.stored import QuantisedCheckpoint, open_weights
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,14 @@ def _numbers(
     model: LanguageModel, weights: Weights, dtype: str, device: torch.device, group: RankGroup, setting: str
 ) -> str:
     """Prepare the model for FP8 weights, if it has any; return what it computes with, for its fingerprint."""
+    if isinstance(weights, QuantisedCheckpoint):
+        name = weights.scheme.describe()
+        if setting == "on":
+            raise SettingError(
+                f"fp8_products is on, but weights in {name} are dequantised at load; set it to auto",
+                param="fp8_products",
+            )
+        logger.info("weights are dequantised from %s to %s", name, dtype)
     if not isinstance(weights, Fp8Checkpoint):
         return dtype
     reason = why_dequantized(setting, DTYPES[dtype], device, weights)
@@ -164,9 +174,9 @@ def _load_from_transformers(
 
     architecture = str(architecture_name(raw))
     refuse_ranks(raw, group.size)
-    name = resolve_dtype(dtype, raw, checkpoint)
+    weights, name = open_weights(checkpoint, raw, dtype)
     kv_dtype = resolve_kv_dtype(kv_cache_dtype, name)
-    found = TransformersCheckpoint(folder, raw, architecture)
+    found = TransformersCheckpoint(folder, raw, architecture, None if weights is checkpoint else weights)
     length = model_length(max_model_len, found.num_positions, found.max_positions)
     model, shape = found.load(DTYPES[name], device, length)
     angles = found.angles(length)

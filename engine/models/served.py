@@ -13,18 +13,17 @@ from typing import Any
 
 from contract.errors import SettingError
 from contract.layout import DTYPE_BYTES, resolve_kv_dtype
-from engine.fp8.scheme import read_scheme
-from engine.fp8.stored import Fp8Checkpoint, Weights
 from engine.models.checkpoint import (
     DTYPE_NAMES,
     HEAD_NAME,
     Checkpoint,
+    Weights,
     check_tensors,
     read_config,
-    resolve_dtype,
 )
 from engine.models.config import DecoderConfig, Head, RawConfig, bad_config, check_counts
 from engine.models.registry import Architecture, architecture_name, find_architecture
+from engine.quantisation.stored import describe_weights, open_weights, read_scheme
 
 _PROGRAM = "engine.models.facts_program"
 _PROGRAM_SECONDS = 60.0
@@ -117,13 +116,11 @@ def plan_own(
     The embedding is the output head if the configuration ties them and the checkpoint has no separate head. A decoder
     that was saved alone, or by sentence-transformers, needs no head: it gives embeddings only.
     """
-    scheme = read_scheme(raw)
-    weights: Weights = checkpoint if scheme is None else Fp8Checkpoint(checkpoint, scheme)
+    weights, name = open_weights(checkpoint, raw, dtype)
     config = architecture.read_config(raw)
     length = model_length(max_model_len, *config.rope.lengths(config.max_position_embeddings))
     config = replace(config, rope=replace(config.rope, length=length))
-    name = resolve_dtype(dtype, raw, weights)
-    head = _head(folder, config, checkpoint)
+    head = _head(folder, config, weights)
     # Embedding models use code of their own for bidirectional attention, which config.json does not show.
     has_own_code = "AutoModel" in (raw.get("auto_map") or {}) and raw.get("is_causal") is not True
     if head is Head.NONE and has_own_code:
@@ -178,13 +175,13 @@ def _examine_own(
         own = plan_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
         config = own.config
         name = own.dtype
-        counts = {each: prod(own.weights.shape(each)) for each in own.weights.names()}
+        head = own.head
     else:
         read_scheme(raw)
         config = architecture.read_config(raw)
         name = _named_dtype(dtype, raw)
         head = Head.TIED if config.tie_word_embeddings else Head.OWN
-        counts = {each: prod(shape) for each, shape in architecture.shapes(config, head).items()}
+    counts = {each: prod(shape) for each, shape in architecture.shapes(config, head).items()}
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     num_of_experts = sum(number for each, number in counts.items() if _EXPERTS in each)
     return Served(
@@ -193,7 +190,7 @@ def _examine_own(
         is_tried=True,
         dtype=name,
         kv_dtype=kv_dtype,
-        quantisation="FP8 (compressed-tensors)" if raw.get("quantization_config") else None,
+        quantisation=describe_weights(raw, name, is_own=True),
         num_weight_bytes=_bytes(sum(counts.values()), name),
         num_expert_bytes=_bytes(num_of_experts, name) or 0,
         kv_bytes_per_token=_bytes(2 * config.num_layers * config.num_kv_heads * config.head_dim, kv_dtype),
@@ -210,20 +207,25 @@ def _examine_transformers(
     kv_cache_dtype: str,
     max_model_len: int | None,
 ) -> Served:
+    weights: Weights | None = None
+    if checkpoint is None:
+        read_scheme(raw)
+        name = _named_dtype(dtype, raw)
+    else:
+        weights, name = open_weights(checkpoint, raw, dtype)
     facts = _ask_transformers(folder)
     shape = facts["kv_shape"]
-    name = _named_dtype(dtype, raw) if checkpoint is None else resolve_dtype(dtype, raw, checkpoint)
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     num_numbers = None
-    if checkpoint is not None:
-        num_numbers = sum(prod(checkpoint.shape(each)) for each in checkpoint.names())
+    if weights is not None:
+        num_numbers = sum(prod(weights.shape(each)) for each in weights.names() if not weights.is_spare(each))
     return Served(
         architecture=str(architecture_name(raw)),
         is_own=False,
         is_tried=facts["is_tried"],
         dtype=name,
         kv_dtype=kv_dtype,
-        quantisation=None,
+        quantisation=describe_weights(raw, name, is_own=False),
         num_weight_bytes=_bytes(num_numbers, name),
         kv_bytes_per_token=_bytes(prod(shape) if shape else None, kv_dtype),
         max_model_len=model_length(max_model_len, facts["num_positions"], facts["max_positions"]),
@@ -257,10 +259,10 @@ def _bytes(num_numbers: int | None, dtype: str | None) -> int | None:
     return None if num_numbers is None or dtype is None else num_numbers * DTYPE_BYTES[dtype]
 
 
-def _head(folder: Path, config: DecoderConfig, checkpoint: Checkpoint) -> Head:
-    if HEAD_NAME in checkpoint.names():
+def _head(folder: Path, config: DecoderConfig, weights: Weights) -> Head:
+    if HEAD_NAME in weights.names():
         return Head.OWN
-    if checkpoint.is_bare:
+    if weights.is_bare:
         return Head.NONE
     if config.tie_word_embeddings:
         return Head.TIED

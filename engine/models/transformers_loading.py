@@ -27,6 +27,7 @@ from engine.attention.backend import AttentionStep, create_backend
 from engine.compute.batch import InputBatch
 from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.connector import LayerWatch
+from engine.models.checkpoint import Weights
 from engine.models.config import ModelShape, RawConfig, unserved
 from engine.models.language_model import LanguageModel
 from engine.models.latent_attention import find_latent
@@ -197,11 +198,15 @@ class _GivenStates(nn.Module):
 class TransformersCheckpoint:
     """A folder that transformers can read and whose configuration can be served.
 
-    num_positions, max_positions: see ``TransformersFacts``. Raises SettingError.
+    num_positions, max_positions: see ``TransformersFacts``. dequantised: the weights, if transformers must not read
+    the files itself. Raises SettingError.
     """
 
-    def __init__(self, folder: Path, raw: RawConfig, architecture: str) -> None:
+    def __init__(
+        self, folder: Path, raw: RawConfig, architecture: str, dequantised: Weights | None = None
+    ) -> None:
         self._folder = folder
+        self._dequantised = dequantised
         self._architecture = architecture
         facts = read_facts(folder, raw)
         self._config = facts.config
@@ -248,9 +253,15 @@ class TransformersCheckpoint:
 
     def _read(self, dtype: torch.dtype) -> Any:
         """Read the weights by memory map; those already in ``dtype`` stay backed by the file."""
+        weights = self._dequantised
+        source: dict[str, Any] = {"pretrained_model_name_or_path": self._folder}
+        if weights is not None:
+            # transformers would look for a library of the format, and without its configuration reads plain weights.
+            vars(self._config).pop("quantization_config", None)
+            source = {"pretrained_model_name_or_path": None, "state_dict": self._unread(weights)}
         with _progress_bar_on_terminals_alone():
             read: Any = getattr(transformers, self._architecture).from_pretrained(
-                self._folder,
+                **source,
                 config=self._config,
                 dtype=dtype,
                 attn_implementation=ASKING,
@@ -266,6 +277,35 @@ class TransformersCheckpoint:
                 kind = what.removesuffix("_keys")
                 raise SettingError(f"model: {len(names)} tensors are {kind}: {shown}", param="model")
         return whole
+
+    def _unread(self, weights: Weights) -> "dict[str, _Unread]":
+        """Return the tensors by their names in the file, without biases that only the quantisation has added."""
+        names = weights.names()
+        if spare := {name for name in names if weights.is_spare(name)}:
+            with torch.device("meta"):
+                model = getattr(transformers, self._architecture)(self._config)
+            # By the last two parts alone: the names of a file may differ from those of the model.
+            kept = {_last_parts(name) for name, _ in model.named_parameters()}
+            names -= {name for name in spare if _last_parts(name) not in kept}
+        prefix = "model." if weights.is_bare else ""  # ``Checkpoint`` has added it
+        return {name.removeprefix(prefix): _Unread(weights, name) for name in names}
+
+
+class _Unread:
+    """A tensor that is dequantised when transformers reads it, in the way in which it reads a slice of a file."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self._weights = weights
+        self._name = name
+
+    def __getitem__(self, index: object) -> Tensor:
+        """Return the tensor. index: ``...``, all of it."""
+        return self._weights.tensor(self._name)
+
+
+def _last_parts(name: str) -> tuple[str, ...]:
+    """Return the names of a layer and of its parameter."""
+    return tuple(name.split(".")[-2:])
 
 
 def _fix_angles(whole: nn.Module, length: int) -> None:

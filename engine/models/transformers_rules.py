@@ -20,6 +20,7 @@ from engine.models.config import RawConfig, context_lengths, name_angles, unserv
 from engine.models.registry import ARCHITECTURES, architecture_name
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_TRANSPOSED = "Conv1D("
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 # Decoders that transformers does not list as such: their checkpoints came as a part of a model of images.
 _UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
@@ -96,11 +97,6 @@ class TransformersFacts:
 def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
     """Read a folder whose architecture is not our own. Raises SettingError for one that is not served."""
     architecture = architecture_name(raw)
-    if architecture is not None and raw.get("quantization_config"):
-        raise unserved(
-            architecture,
-            "its weights are quantised (quantization_config), which is served for built-in models only",
-        )
     if architecture is None or find_spec("transformers") is None:
         raise _unknown(architecture)
     from transformers import AutoConfig
@@ -166,11 +162,17 @@ def why_unserved(config: Any) -> str | None:
         return reason
     if reason := _REASON_OF_TYPE.get(config.model_type):
         return reason
-    # Does the model's code get its attention from transformers' registry, in which ours is? Its text is searched, since
-    # importing it would take seconds.
+    return _reason_in_code(config)
+
+
+def _reason_in_code(config: Any) -> str | None:
+    """Return why a model's code gives wrong answers here. Its text is searched, since importing it would take seconds."""
     folder = Path(inspect.getfile(type(config))).parent
-    asks = any(_REGISTRY in file.read_text("utf-8") for file in folder.glob("modeling_*.py"))
-    return None if asks else OTHER_ATTENTION
+    texts = [file.read_text("utf-8") for file in folder.glob("modeling_*.py")]
+    if getattr(config, "quantization_config", None) and any(_TRANSPOSED in text for text in texts):
+        return "quantised layers that keep inputs before outputs (Conv1D) are not served"
+    # Its attention must come from transformers' registry, in which ours is.
+    return None if any(_REGISTRY in text for text in texts) else OTHER_ATTENTION
 
 
 def _why_shaped_otherwise(config: Any) -> str | None:

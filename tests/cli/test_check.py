@@ -185,7 +185,7 @@ def test_a_refused_model_is_a_problem_and_exits_with_1(
     (folder / "config.json").write_text(json.dumps(quantised))
     code, text = checked(capsys, str(folder))
     assert code == 1
-    assert "Olmo2ForCausalLM is not served: its weights are quantised" in text
+    assert text.splitlines()[-1].endswith("quantization_config.bits is None; only 4 or 8 is served")
     (folder / "config.json").write_text(json.dumps(config))
     code, text = checked(capsys, "--json", str(folder))
     found = json.loads(text)
@@ -196,7 +196,7 @@ def test_a_refused_model_ends_up_and_serve_before_a_process_starts(tmp_path: Pat
     """The last line of a start is the reason, in the words of check."""
     folder = make_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq"}
+    config["quantization_config"] = {"quant_method": "awq", "version": "gemv"}
     (folder / "config.json").write_text(json.dumps(config))
     for words in (["serve", str(folder)], ["up", "--model", str(folder)]):
         ended = subprocess.run(
@@ -207,7 +207,7 @@ def test_a_refused_model_ends_up_and_serve_before_a_process_starts(tmp_path: Pat
             check=False,
         )
         assert ended.returncode == 2
-        assert "quant_method is 'awq'; only 'compressed-tensors' is served" in ended.stderr.splitlines()[-1]
+        assert "quantization_config.version is 'gemv'; only 'gemm' is served" in ended.stderr.splitlines()[-1]
         assert "started" not in ended.stderr
 
 

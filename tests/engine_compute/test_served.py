@@ -132,11 +132,13 @@ def test_what_is_served_has_the_sizes_that_are_loaded(tmp_path: Path, family: st
 
 
 QUANTISED = [
-    {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    {"quant_method": "fp8", "weight_block_size": [128, 0], "activation_scheme": "dynamic"},
+    {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+    {"quant_method": "gptq", "bits": 3, "group_size": 128},
+    {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq:zp"},
+    {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
     {"quant_method": "awq", "bits": 4, "group_size": 128},
-    {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    {"quant_method": "auto-round", "bits": 4},
-    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    {"quant_method": "hqq"},
     {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     {"quant_method": "mxfp4"},
     {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
@@ -208,7 +210,7 @@ def test_a_folder_without_weights_is_read_from_its_configuration(tmp_path: Path)
         assert (bare.has_weights, whole.has_weights) == (False, True)
         assert bare.kv_bytes_per_token == whole.kv_bytes_per_token
     change_config(tmp_path / "qwen3", quantization_config={"quant_method": "awq"})
-    assert "'awq'" in str(outcome(lambda: examine(tmp_path / "qwen3")))
+    assert "bits is None; only 4 is served" in str(outcome(lambda: examine(tmp_path / "qwen3")))
 
 
 def test_nothing_imports_torch(tmp_path: Path) -> None:

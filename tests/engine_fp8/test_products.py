@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from contract.errors import SettingError
 from engine.fp8.linear import FP8, LARGEST, Fp8Linear, by_scale, by_token, product, why_dequantized
-from engine.fp8.scheme import read_scheme
+from engine.fp8.scheme import Fp8Scheme
 from engine.fp8.stored import Fp8Checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import DenseLinear, joined
 from engine.models.sharding import Part, Piece
+from engine.quantisation.stored import read_scheme
 from tests.checkpoints import make_checkpoint
 from tests.fp8_checkpoints import make_fp8, quantization
 
@@ -87,7 +88,7 @@ def test_a_layer_that_is_not_quantised_is_joined_beside_others() -> None:
 def stored(tmp_path: Path) -> Fp8Checkpoint:
     fp8 = make_fp8(make_checkpoint(tmp_path / "source"), tmp_path / "fp8", quantization())
     scheme = read_scheme({"quantization_config": quantization()})
-    assert scheme is not None
+    assert isinstance(scheme, Fp8Scheme)
     return Fp8Checkpoint(Checkpoint(fp8), scheme)
 
 

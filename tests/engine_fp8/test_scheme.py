@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contract.errors import SettingError
-from engine.fp8.scheme import Activations, Fp8Scheme, read_scheme
+from engine.fp8.scheme import Activations, Fp8Scheme
 from engine.models.loading import load
+from engine.quantisation.stored import read_scheme
 from tests.checkpoints import make_checkpoint, make_foreign_checkpoint
 from tests.fp8_checkpoints import FIXED, TOKEN, make_fp8, quantization
 
@@ -43,7 +44,7 @@ def test_the_served_schemes() -> None:
         assert read_scheme({"quantization_config": config}) == expected
     config = {**quantization(), "kv_cache_scheme": {"num_bits": 8}, "ignore": ["re:.*head", "lm_head"]}
     found = read_scheme({"quantization_config": config})
-    assert found is not None
+    assert isinstance(found, Fp8Scheme)
     assert found.has_kv_scales
     assert found.ignored == {"lm_head"}
 
@@ -51,28 +52,28 @@ def test_the_served_schemes() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        ("quant_method", "awq", r"quant_method is 'awq'; only 'compressed-tensors' is served"),
-        ("quant_method", "fp8", r"quant_method is 'fp8'"),
-        ("weight_block_size", [128, 128], r"weight_block_size is \[128, 128\]; block-wise scales"),
-        (
-            "format",
-            "pack-quantized",
-            r"quantization_config.format is 'pack-quantized'; only 'float-quantized'",
-        ),
-        ("format", "nvfp4-pack-quantized", r"format is 'nvfp4-pack-quantized'"),
+        ("quant_method", "hqq", r"quant_method is 'hqq'; only 'compressed-tensors' or 'fp8' or .* is served"),
+        ("weight_block_size", [128, 128], r"weight_block_size is \[128, 128\]; only config_groups"),
+        ("format", "pack-quantized", r"weights.type is 'float'; only 'int'"),
+        ("format", "marlin-24", r"quantization_config.format is 'marlin-24'; only 'pack-quantized' or"),
         ("quantization_status", "frozen", r"quantization_status is 'frozen'"),
-        ("config_groups", {}, r"config_groups is {}; it must have exactly one group"),
-        ("config_groups", {"a": {}, "b": {}}, r"it must have exactly one group"),
-        ("config_groups", [1], r"it must have exactly one group"),
+        ("config_groups", {}, r"config_groups is {}; it must have groups of layers"),
+        ("config_groups", {"a": {}, "b": {}}, r"config_groups.a.weights is None; it must be an object"),
+        ("config_groups", [1], r"it must have groups of layers by name"),
         ("config_groups", {"a": 5}, r"config_groups.a is 5; it must be an object"),
         ("group.format", "int-quantized", r"config_groups.group_0.format is 'int-quantized'"),
         ("group.weights", None, r"group_0.weights is None; it must be an object"),
         ("group.output_activations", TOKEN, r"output_activations is .*; quantised outputs"),
         ("weights.num_bits", 4, r"group_0.weights.num_bits is 4; only 8 is served"),
         ("weights.type", "int", r"weights.type is 'int'; only 'float'"),
-        ("weights.strategy", "block", r"weights.strategy is 'block'; block-wise scales"),
-        ("weights.block_structure", [128, 128], r"weights.strategy is 'channel'; block-wise scales"),
-        ("weights.strategy", "group", r"weights.strategy is 'group'; only 'tensor' or 'channel'"),
+        ("weights.strategy", "block", r"weights.block_structure is None; it must be two whole"),
+        (
+            "weights.block_structure",
+            [128, 128],
+            r"weights.block_structure is \[128, 128\]; only None is served",
+        ),
+        ("weights.strategy", "group", r"weights.group_size is None; it must be a whole number"),
+        ("weights.strategy", "token", r"weights.strategy is 'token'; only 'tensor' or 'channel' or"),
         ("weights.group_size", 128, r"weights.group_size is 128"),
         ("weights.symmetric", False, r"weights.symmetric is False; only True"),
         ("weights.dynamic", True, r"weights.dynamic is True"),
@@ -107,7 +108,7 @@ def test_refusals_are_those_of_loading(tmp_path: Path) -> None:
     foreign = make_foreign_checkpoint(tmp_path / "foreign", "olmo2")
     config = json.loads((foreign / "config.json").read_text())
     (foreign / "config.json").write_text(json.dumps({**config, "quantization_config": quantization()}))
-    with pytest.raises(SettingError, match=r"quantised .* served for built-in models only"):
+    with pytest.raises(SettingError, match="no weight in the checkpoint has a scale"):
         load(foreign, "auto", None, CPU)
 
 
