@@ -3,6 +3,7 @@
 The parsers of an answer work in sequence: the reasoning is separated first, and the rest is searched for calls.
 """
 
+import re
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,7 @@ from text.parsing.call_formats import (
     HunyuanParser,
     Llama3Parser,
     MistralParser,
+    NemotronParser,
 )
 from text.parsing.forced import ForcedCallsParser
 from text.parsing.harmony import HarmonyParser
@@ -37,6 +39,7 @@ from text.parsing.tagged import (
     DsmlParser,
     GlmParser,
     Hy3Parser,
+    Hy3PreviewParser,
     KimiParser,
     MinimaxParser,
     QwenParser,
@@ -56,10 +59,12 @@ ToolParserName = Literal[
     "hermes",
     "hunyuan",
     "hy3",
+    "hy3preview",
     "kimi",
     "llama3",
     "minimax",
     "mistral",
+    "nemotron",
     "pythonic",
     "qwen",
     "seed",
@@ -76,10 +81,12 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "hunyuan": HunyuanParser,
     "hy3": Hy3Parser,
+    "hy3preview": Hy3PreviewParser,
     "kimi": KimiParser,
     "llama3": Llama3Parser,
     "minimax": MinimaxParser,
     "mistral": MistralParser,
+    "nemotron": NemotronParser,
     "pythonic": PythonicParser,
     "qwen": QwenParser,
     "seed": SeedParser,
@@ -95,10 +102,15 @@ _SIGNS = (
     ("seed", ("<seed:tool_call>",)),
     ("gemma", ("<|tool_call>", "<tool_call|>")),
     ("granite", ("<|tool_call|>",)),
-    ("hy3", ("<tool_sep>", "<arg_key>")),
+    ("hy3", ("<tool_sep:opensource>",)),
+    ("hy3preview", ("<tool_sep>", "<arg_key>")),
+    ("nemotron", ("<TOOLCALL>",)),
+    # MiniMax's next version nests tags in a form of its own.
+    ("none", ("<tool_call>", "]<]minimax[>[")),
     ("hunyuan", ("<tool_calls>[",)),
     ("pythonic", ("<|tool_call_start|>",)),
     ("pythonic", ("<|tool_list_start|>",)),
+    ("pythonic", ("<|im_start|>", "List of tools: [")),
     ("pythonic", ("<function_calls>",)),
     ("pythonic", ("<|python_start|>",)),
     ("pythonic", ("[func_name1(",)),
@@ -107,15 +119,20 @@ _SIGNS = (
     ("llama3", ("<|python_tag|>",)),
     ("llama3", ('{"name": function name, "parameters":',)),
     ("glm", ("<tool_call>", "<arg_key>")),
-    ("ernie", ("<tool_call>", "<response>")),
+    ("ernie", ("<tool_call>", "<response>", "think_mode")),
     ("hermes", ("<tool_call>", "arguments")),
 )
 # Tags of families that do not have those of the setting. Gemma writes a channel's name behind its first token.
 _REASONING_TAGS = (
     ("<seed:think>", "</seed:think>"),
+    ("<think:opensource>", "</think:opensource>"),
     ("[THINK]", "[/THINK]"),
     ("<|channel>thought", "<channel|>"),
 )
+
+
+# Hy3's template writes its tags with a suffix: '<think{}>'.format(…).
+_SUFFIX = re.compile(r"set \w+ = '(:\w+)'")
 
 
 class ReasoningParser(TextParser):
@@ -246,6 +263,8 @@ class AnswerFormat:
     @classmethod
     def chosen(cls, choice: ParserChoice, template: str) -> "AnswerFormat":
         """Return the format by the settings, or by the template's text for auto."""
+        if suffix := _SUFFIX.search(template):
+            template = template.replace("{}", suffix[1])
         name: str = choice.tool_parser
         if name == "auto":
             name = next((one for one, signs in _SIGNS if all(sign in template for sign in signs)), "none")

@@ -4,6 +4,7 @@ Hermes 2 Pro, Qwen 2.5 and Qwen 3: ``<tool_call>{"name": …, "arguments": {…}
 Ernie 4.5: the same, with the answer itself in ``<response>``.
 Granite 3: ``<|tool_call|>[{"name": …, "arguments": {…}}, …]``, with the answer itself in ``<response>`` if it has reasoning.
 Hunyuan A13B: ``<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>``, with the answer itself in ``<answer>``.
+Nemotron Nano 2: the same list in ``<TOOLCALL>``.
 Llama 3.1 to 3.3: ``{"name": …, "parameters": {…}}`` as the whole answer; several are separated by semicolons.
 Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, and since 2025 ``[TOOL_CALLS]name[ARGS]{…}`` for each.
 """
@@ -80,6 +81,13 @@ class HermesParser(MarkedParser):
 
     tags = ("<tool_call>", "</tool_call>")
     markers = MappingProxyType({"<tool_call>": "</tool_call>"})
+
+
+class NemotronParser(MarkedParser):
+    """Parses the calls of Nemotron Nano 2."""
+
+    tags = ("<TOOLCALL>", "</TOOLCALL>")
+    markers = MappingProxyType({"<TOOLCALL>": "</TOOLCALL>"})
 
 
 class ErnieParser(MarkedParser):

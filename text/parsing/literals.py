@@ -44,6 +44,22 @@ def bare_value(text: str) -> str:
     return quoted(text)
 
 
+def literal_value(text: str) -> str | None:
+    """Return the JSON text of a list or an object of Python; None if the text is none."""
+    reader = Reader()
+    reader.add(text.strip())
+    reader.is_ended = True
+    parts: list[str] = []
+
+    def read() -> Steps[None]:
+        is_whole = yield from copy_literal(reader, ("'", '"'), parts.append)
+        if not is_whole or (yield from reader.peek()):
+            parts.clear()
+
+    next(read(), None)
+    return "".join(parts) if parts and parts[0] in ("[", "{") else None
+
+
 def read_bare(reader: Reader) -> Steps[str]:
     """Read a bare word, up to the punctuation behind it."""
     return (yield from reader.read_all(_BARE))

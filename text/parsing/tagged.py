@@ -15,8 +15,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import ClassVar
 
+from text.parsing.literals import literal_value
 from text.parsing.parser import SectionParser, ToolParser
 from text.parsing.reader import Steps, Write, copy_value
 from text.parsing.tool_schema import Allowed, quoted
@@ -53,6 +55,19 @@ class Tags:
     flag: str = ""
     name: re.Pattern[str] = _WORD
     key: re.Pattern[str] = _WORD
+
+    def all(self) -> tuple[str, ...]:
+        """Return all tags."""
+        tags = (
+            self.call,
+            self.name_end,
+            self.call_end,
+            self.parameter,
+            self.key_end,
+            self.value,
+            self.value_end,
+        )
+        return tuple(tag for tag in (*chain.from_iterable(self.sections), *tags) if tag)
 
 
 class TaggedParser(SectionParser):
@@ -155,7 +170,7 @@ class TaggedParser(SectionParser):
             return is_whole
         parts: list[str] = []
         is_whole = yield from self._copy_text(parts.append)
-        self._arguments(allowed.written("".join(parts)) if is_whole else "")
+        self._arguments(_written("".join(parts), allowed) if is_whole else "")
         return is_whole
 
     def _copy_text(self, write: Write) -> Steps[bool]:
@@ -168,6 +183,14 @@ class TaggedParser(SectionParser):
         if end == value_end:
             yield from reader.skip(end)
         return end is not None
+
+
+def _written(text: str, allowed: Allowed) -> str:
+    """Return the JSON text of a value. Some templates show lists and objects as Python writes them."""
+    written = allowed.written(text)
+    if written.startswith('"') and "string" not in allowed.types:
+        return literal_value(text) or written
+    return written
 
 
 def _flagged(allowed: Allowed, *, is_text: bool) -> Allowed:
@@ -242,25 +265,33 @@ class GlmParser(TaggedParser):
     )
 
 
+def _hy3(suffix: str) -> Tags:
+    """Return the tags of Hy3, all of whose names end with the suffix."""
+    return Tags(
+        sections=((f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),),
+        call=f"<tool_call{suffix}>",
+        name_end=f"<tool_sep{suffix}>",
+        call_end=f"</tool_call{suffix}>",
+        parameter=f"<arg_key{suffix}>",
+        key_end=f"</arg_key{suffix}>",
+        value=f"<arg_value{suffix}>",
+        value_end=f"</arg_value{suffix}>",
+        name=_NAME,
+    )
+
+
+class Hy3PreviewParser(TaggedParser):
+    """Parses the calls of Hunyuan's Hy3 preview."""
+
+    layout = _hy3("")
+    tags = layout.all()
+
+
 class Hy3Parser(TaggedParser):
     """Parses the calls of Hunyuan's Hy3."""
 
-    tags = tuple(
-        f"<{slash}{name}>"
-        for name in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
-        for slash in ("", "/")
-    )
-    layout = Tags(
-        sections=(("<tool_calls>", "</tool_calls>"),),
-        call="<tool_call>",
-        name_end="<tool_sep>",
-        call_end="</tool_call>",
-        parameter="<arg_key>",
-        key_end="</arg_key>",
-        value="<arg_value>",
-        value_end="</arg_value>",
-        name=_NAME,
-    )
+    layout = _hy3(":opensource")
+    tags = layout.all()
 
 
 class DsmlParser(TaggedParser):

@@ -133,12 +133,15 @@ CALLS: dict[str, dict[str, Callable[[Sequence[Call]], str]]] = {
         ),
     },
     "hunyuan": {"": lambda calls: f"<tool_calls>{objects(calls)}</tool_calls>"},
-    "hy3": {
-        "": tagged(
-            "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
-            "<tool_call>{name}<tool_sep>\n{parameters}</tool_call>\n",
-            "<tool_calls>\n{}</tool_calls>",
-        )
+    **{
+        name: {
+            "": tagged(
+                f"<arg_key{suffix}>{{key}}</arg_key{suffix}>\n<arg_value{suffix}>{{value}}</arg_value{suffix}>\n",
+                f"<tool_call{suffix}>{{name}}<tool_sep{suffix}>\n{{parameters}}</tool_call{suffix}>\n",
+                f"<tool_calls{suffix}>\n{{}}</tool_calls{suffix}>",
+            )
+        }
+        for name, suffix in (("hy3", ":opensource"), ("hy3preview", ""))
     },
     "kimi": {
         "": sequence(
@@ -154,6 +157,7 @@ CALLS: dict[str, dict[str, Callable[[Sequence[Call]], str]]] = {
             "\n<minimax:tool_call>\n{}</minimax:tool_call>",
         )
     },
+    "nemotron": {"": lambda calls: f"<TOOLCALL>{objects(calls)}</TOOLCALL>"},
     "pythonic": {
         "LFM2": pythonic("<|tool_call_start|>[{}]<|tool_call_end|>", ", "),
         "LFM2 in JSON": lambda calls: f"<|tool_call_start|>{objects(calls)}<|tool_call_end|>",

@@ -14,6 +14,7 @@ from text.parsing.call_formats import (
     HunyuanParser,
     Llama3Parser,
     MistralParser,
+    NemotronParser,
 )
 from text.parsing.harmony import HarmonyParser
 from text.parsing.pythonic import GemmaParser, PythonicParser
@@ -22,6 +23,7 @@ from text.parsing.tagged import (
     DsmlParser,
     GlmParser,
     Hy3Parser,
+    Hy3PreviewParser,
     KimiParser,
     MinimaxParser,
     QwenParser,
@@ -73,13 +75,21 @@ QWEN = (
             ("<|channel>thought", "<channel|>"),
         ),
         ("respond only with <|tool_call|> followed by a JSON list of tools used", GraniteParser, None),
-        ("'<tool_call>' + name + '<tool_sep>\n<arg_key>' + k + '</arg_key>'", Hy3Parser, None),
+        ("'<tool_call>' + name + '<tool_sep>\n<arg_key>' + k + '</arg_key>'", Hy3PreviewParser, None),
+        (
+            "{%- set HYTK = ':opensource' %}{%- set a = '<tool_sep{}>'.format(HYTK) %}'<think{}>' '</think{}>'",
+            Hy3Parser,
+            ("<think:opensource>", "</think:opensource>"),
+        ),
+        ("<TOOLCALL>[{{ calls }}]</TOOLCALL>", NemotronParser, None),
+        ("{%- set ns_token = ']<]minimax[>[' %}<tool_call>{{ arguments }}<response>", None, None),
         ('<tool_calls>[{"name": "func_name1", "arguments": {}},...]</tool_calls>', HunyuanParser, None),
         ('"<|tool_call_start|>[" + calls + "]<|tool_call_end|>"', PythonicParser, None),
         ('"List of tools: <|tool_list_start|>[" + tools', PythonicParser, None),
+        ('"<|im_start|>system\n" + "List of tools: [" + tools', PythonicParser, None),
         ("<function_calls>\nget_weather(city='New York')\n</function_calls>", PythonicParser, None),
         ("Use exact format: [func_name1(param1=value1), func_name2(...)]", PythonicParser, None),
-        (QWEN + "<|im_start|>assistant\n<response>\n", ErnieParser, None),
+        ("think_mode=True" + QWEN + "<|im_start|>assistant\n<response>\n", ErnieParser, None),
         ("[TOOL_CALLS] [THINK]{{ thought }}[/THINK]", MistralParser, ("[THINK]", "[/THINK]")),
     ],
 )

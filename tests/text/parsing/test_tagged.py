@@ -8,7 +8,7 @@ from tests.text.parsing.cutting import Parsed, assert_parses, parse, tool
 from text.chat import Chat
 from text.parsing.answer_format import TOOL_PARSERS, AnswerFormat
 from text.parsing.parser import CallBegin
-from text.parsing.tagged import DsmlParser, GlmParser, KimiParser
+from text.parsing.tagged import DsmlParser, GlmParser, KimiParser, SeedParser
 from text.tools import ToolChoice
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -28,7 +28,7 @@ NO_CALLS = [
     ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\nno"),
     ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_end|>"),
     ("seed", "<seed:tool_call></seed:tool_call>"),
-    ("hy3", "<tool_calls><tool_call>f</tool_call>"),
+    ("hy3preview", "<tool_calls><tool_call>f</tool_call>"),
 ]
 
 
@@ -78,6 +78,27 @@ def test_where_the_schema_leaves_it_open_dsml_says_what_is_text(
     )
     found = parse(DsmlParser(TOOLS), text)
     assert [(name, json.loads(arguments)) for name, arguments in found.calls] == [("f", {key: value})]
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("items", "['a', 1, None]", ["a", 1, None]),
+        ("items", "['a'", "['a'"),
+        ("items", "['a'] b", "['a'] b"),
+        ("items", "'a'", "'a'"),
+        ("place", "{'x': {'y': True}}", {"x": {"y": True}}),
+        ("text", "['a']", "['a']"),
+        ("any", "['a']", "['a']"),
+    ],
+)
+def test_lists_and_objects_may_be_written_as_python_writes_them(
+    key: str, written: str, value: object
+) -> None:
+    tools = [tool("f", text=STRING, items={"type": "array"}, place={"type": "object"}, any={})]
+    text = f"<seed:tool_call>\n<function=f>\n<parameter={key}>{written}</parameter>\n</function>\n</seed:tool_call>"
+    ((_, arguments),) = parse(SeedParser(tools), text).calls
+    assert json.loads(arguments) == {key: value}
 
 
 BROKEN: dict[str, tuple[str, str, Parsed]] = {
