@@ -21,6 +21,7 @@ from engine.models.loading import load
 from engine.models.served import examine
 from engine.settings import EngineSettings
 from tests.checkpoints import load_reference, make_foreign_checkpoint, reference_greedy, write_checkpoint
+from tests.drafting_engines import DraftingEngine
 from tests.engine_compute.driver import Driver
 from tests.engine_pair import outputs_of, tokens_of
 
@@ -86,8 +87,8 @@ def test_further_families_give_the_answers_of_generate(tmp_path: Path, name: str
     driver.executor.shutdown()
 
 
-async def test_a_cramped_engine_with_drafts_choices_and_a_tier(tmp_path: Path) -> None:
-    """Preempted requests, cached prefixes, blocks that a tier gives back, drafted tokens, and two choices of a prompt."""
+async def test_a_cramped_engine_with_choices_and_a_tier(tmp_path: Path) -> None:
+    """Preempted requests, cached prefixes, blocks that a tier gives back, and two choices of a prompt."""
     folder = make_foreign_checkpoint(tmp_path, "deepseek_v3", seed=3)
     reference = load_reference(folder)
     answers = [reference_greedy(reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
@@ -99,7 +100,6 @@ async def test_a_cramped_engine_with_drafts_choices_and_a_tier(tmp_path: Path) -
             block_size=4,
             max_model_len=72,
             max_num_batched_tokens=13,
-            speculate="ngram",
             kv_cache_bytes=26 * block_bytes,
             host_kv_bytes=64 * block_bytes,
         )
@@ -122,6 +122,23 @@ async def test_a_cramped_engine_with_drafts_choices_and_a_tier(tmp_path: Path) -
         assert counters["kv_tier_loaded_blocks_total{tier=host}"] > 0
     finally:
         await client.shutdown()
+
+
+def test_drafted_tokens_are_those_of_generate(tmp_path: Path) -> None:
+    """Long answers of the small model repeat themselves, so that drafts are kept; others are rejected."""
+    folder = make_foreign_checkpoint(tmp_path, "deepseek_v3", seed=3)
+    prompts = [[*([5, 6, 7, 8] * 5), last] for last in (1, 9)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    engine = DraftingEngine(folder, dtype="float32", num_speculative_tokens=4)
+    requests = [
+        EngineRequest(request_id="", prompt_token_ids=prompt, sampling=sampling) for prompt in prompts
+    ]
+    answers = engine.answers(requests)
+    reference = load_reference(folder)
+    for index, prompt in enumerate(prompts):
+        assert answers[str(index), 0]["token_ids"] == reference_greedy(reference, prompt, 150)
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+    engine.core.shutdown()
 
 
 def projection_of(*, bias: bool = False, **sizes: int) -> nn.Module:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from contract.errors import ErrorKind
+from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from tests.checkpoints import load_reference, make_foreign_checkpoint, reference_greedy
 from tests.engine_pair import EnginePair, Sides, outputs_of, running_pair, tokens_of
+from tests.handover.handing_off import ping_pong
 from tests.handover.plain_connector import Shelf
 from tests.kv_transfer.fakes import CorruptingReceiver
 
@@ -67,11 +69,10 @@ async def test_one_row_a_token_crosses(tmp_path: Path, family: str, transport: s
 
 @pytest.mark.parametrize("sizes", [(8, 16), (16, 4)], ids=str)
 async def test_another_block_size_changes_no_token(model: Path, sizes: tuple[int, int]) -> None:
-    """Many at once, through pools that do not hold them all; n-gram drafts on the decode side."""
+    """Many at once, through pools that do not hold them all."""
     prefill, decode = ({"block_size": size} for size in sizes)
     small: dict[str, Any] = {"kv_cache_bytes": 160 * ROW_BYTES, "max_num_seqs": 4}
-    sides = Sides(prefill, {**decode, "speculate": "ngram"})
-    async with running_pair(model, sides=sides, max_model_len=128, **small) as pair:
+    async with running_pair(model, sides=Sides(prefill, decode), max_model_len=128, **small) as pair:
         asked = (pair.ask(f"many-{index}", prompt, GREEDY) for index, prompt in enumerate(PROMPTS))
         answers = [tokens_of(*legs) for legs in await asyncio.gather(*asked)]
         counters = await pair.decode.call("counters")
@@ -110,3 +111,15 @@ async def test_an_answer_goes_on_where_another_worker_stopped(model: Path) -> No
             prompt = [*PROMPTS[2], *answer[:done]]
             legs = await pair.ask(f"replay-{done}", prompt, GREEDY, first_index=done)
             assert tokens_of(*legs) == answer[done:]
+
+
+async def test_an_answer_moves_between_workers(model: Path) -> None:
+    """Each of three moves hands over the rows of the answer so far, and no token changes."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    request = EngineRequest(request_id="moving", prompt_token_ids=SHARED, sampling=sampling)
+    async with running_pair(model, block_size=BLOCK_SIZE) as pair:
+        engines = [(pair.prefill, "boot-prefill"), (pair.decode, "boot-decode")]
+        moving = await ping_pong(engines, request, num_tokens=9, num_moves=3)
+        await pair.until_free()
+    assert moving.num_moves == 3
+    assert moving.tokens == reference_greedy(load_reference(model), SHARED, 60)
