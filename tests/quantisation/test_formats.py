@@ -119,6 +119,8 @@ def test_two_ranks_give_the_answers_of_one(tmp_path: Path, name: str) -> None:
     ("family", "name", "only"),
     [
         ("olmo2", "GPTQ", "proj.weight"),
+        # Latents of weights in the form in which DeepSeek-V3 is published.
+        ("deepseek_v3", "FP8 blocks", ("proj.weight", "kv_a_proj_with_mqa.weight")),
         pytest.param("phi3", "int4 in groups with zeros", "proj.weight", marks=pytest.mark.slow),
         pytest.param(
             "mixtral",
