@@ -23,12 +23,16 @@ def unpack_range(words: Tensor, num_bits: int, first: int, end: int) -> Tensor:
     return numbers[..., first - start * in_word : end - start * in_word]
 
 
-def unpack_awq_range(words: Tensor, first: int, end: int) -> Tensor:
-    """Return such a range of numbers of four bits in the order of AWQ, whose words hold 0, 2, 4, 6, 1, 3, 5 and 7."""
+def unpack_awq_rows(words: Tensor, first: int, end: int) -> Tensor:
+    """Return numbers ``first`` to ``end`` along the last dimension as rows, ``[end - first, len(words)]``, in AWQ's order.
+
+    A word has 0, 2, 4, 6, 1, 3, 5 and 7 of eight numbers of four bits, the lowest bits first.
+    """
     start = first // 8
-    numbers = unpack(words[..., start : -(-end // 8)], 4)
-    ordered = numbers.reshape(*numbers.shape[:-1], -1, 8)[..., list(_AWQ_ORDER)].flatten(-2)
-    return ordered[..., first - start * 8 : end - start * 8]
+    columns = words[:, start : -(-end // 8)].t()
+    shifts = 4 * torch.tensor(_AWQ_ORDER, dtype=torch.int32)
+    numbers = ((columns[:, None] >> shifts[:, None]) & 0xF).flatten(0, 1)
+    return numbers[first - start * 8 : end - start * 8]
 
 
 def nibbles(stored: Tensor, *, is_high_first: bool) -> Tensor:

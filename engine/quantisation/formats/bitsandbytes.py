@@ -73,8 +73,6 @@ class _FourBits(CodedWeight):
 
     def rows(self, first: int, end: int) -> "Tensor":
         """See CodedWeight."""
-        import torch
-
         from engine.quantisation.numbers import nibbles
 
         width = self.shape[1]
@@ -83,20 +81,23 @@ class _FourBits(CodedWeight):
         stored = self._checkpoint.tensor(self._place).flatten()[begin // 2 : ceil_divide(stop, 2)]
         codes = nibbles(stored, is_high_first=True)[begin % 2 :][: stop - begin]
         values = self._finite("quant_map", self._stored("quant_map"))[codes]
-        scale = self._scales()[torch.arange(begin, stop) // self._state.block_size]
-        return (values * scale).reshape(end - first, width)
+        size = self._state.block_size
+        block = begin // size
+        scale = self._scales(block, ceil_divide(stop, size)).repeat_interleave(size)
+        values *= scale[begin - block * size :][: stop - begin]
+        return values.reshape(end - first, width)
 
-    def _scales(self) -> "Tensor":
-        """Return the scale of each block."""
+    def _scales(self, first: int, end: int) -> "Tensor":
+        """Return the scales of some blocks."""
         import torch
 
-        absmax = self._stored("absmax")
+        absmax = self._stored("absmax")[first:end]
         if self._state.nested_block_size is None:
             return self._finite("absmax", absmax)
         outer = self._finite("nested_absmax", self._stored("nested_absmax"))
         table = self._finite("nested_quant_map", self._stored("nested_quant_map"))
-        block = torch.arange(len(absmax)) // self._state.nested_block_size
-        return table[absmax.long()] * outer[block] + self._state.nested_offset
+        block = torch.arange(first, end) // self._state.nested_block_size
+        return table[absmax.int()] * outer[block] + self._state.nested_offset
 
 
 class _EightBits(CodedWeight):

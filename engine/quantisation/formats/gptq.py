@@ -100,13 +100,13 @@ class _Weight(CodedWeight):
 
     def rows(self, first: int, end: int) -> "Tensor":
         """See CodedWeight."""
-        from engine.quantisation.numbers import group_of_input, scaled, unpack, unpack_awq_range, unpack_range
+        from engine.quantisation.numbers import group_of_input, scaled, unpack, unpack_awq_rows, unpack_range
 
         packing = self._packing
         scale = self._finite("scales", self._stored("scales")[:, first:end]).t()
         if packing.order == "awq":
-            codes = unpack_awq_range(self._stored("qweight"), first, end).t()
-            zeros = unpack_awq_range(self._stored("qzeros"), first, end).t()
+            codes = unpack_awq_rows(self._stored("qweight"), first, end)
+            zeros = unpack_awq_rows(self._stored("qzeros"), first, end)
         else:
             codes = unpack(self._stored("qweight")[:, first:end].t(), packing.num_bits)
             zeros = unpack_range(self._stored("qzeros"), packing.num_bits, first, end).t()
