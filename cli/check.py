@@ -140,6 +140,8 @@ def _add_engine(finding: Finding, folder: Path, settings: CheckSettings) -> None
 def add_served(finding: Finding, served: "Served", ranks: RankCounts) -> None:
     """Add how the engine serves a model. One that may be refused when it starts is a problem: nothing is promised then."""
     way = "the own decoder" if served.is_own else "transformers"
+    if served.is_text_of_more:
+        way += ", its text only (a request with an image, sound or video is refused)"
     if not served.is_tried:
         way += ", which was never tried with this family"
         finding.problems.append(

@@ -27,7 +27,7 @@ from engine.models.experts import SparseMLP, TokenExchange
 from engine.models.language_model import LanguageModel
 from engine.models.load_progress import LoadProgress
 from engine.models.registry import architecture_name, find_architecture
-from engine.models.served import model_length, plan_own, refuse_ranks, refuse_spreading
+from engine.models.served import model_length, plan_own, refuse_ranks, refuse_spreading, text_part
 from engine.models.sharding import Part, config_of_rank, part_of
 from engine.quantisation.stored import QuantisedCheckpoint, open_weights
 
@@ -174,13 +174,14 @@ def _load_from_transformers(
 
     architecture = str(architecture_name(raw))
     refuse_ranks(raw, group.size)
-    weights, name = open_weights(checkpoint, raw, dtype)
+    part = text_part(raw)
+    weights, name = open_weights(checkpoint, part, dtype)
     kv_dtype = resolve_kv_dtype(kv_cache_dtype, name)
     found = TransformersCheckpoint(folder, raw, architecture, None if weights is checkpoint else weights)
     length = model_length(max_model_len, found.num_positions, found.max_positions)
     model, shape = found.load(DTYPES[name], device, length)
     angles = found.angles(length)
-    info = _info(folder, raw, shape, length, name, kv_dtype, True, name, angles)
+    info = _info(folder, part, shape, length, name, kv_dtype, True, name, angles)
     return LoadedModel(model, shape, info, facts=describe_model(folder))
 
 

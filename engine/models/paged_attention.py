@@ -27,7 +27,7 @@ ASKING = "kvbaton_asking"
 _ATTRIBUTE = "paged_attention"
 # Arguments that a layer may give beside those of ``_attend``: they change nothing of a causal forward pass.
 _WITHOUT_MEANING = frozenset(
-    """cache_position dropout is_causal output_attentions output_hidden_states output_router_logits
+    """cache_position dropout is_causal logits_to_keep output_attentions output_hidden_states output_router_logits
     position_embeddings position_ids use_cache""".split()
 )
 _FAR = 2**20

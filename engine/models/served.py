@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ _PROGRAM = "engine.models.facts_program"
 _PROGRAM_SECONDS = 60.0
 _EXPERTS = ".experts."
 """A part of the names of experts' tensors."""
+_OTHER_PARTS = re.compile("vision|visual|image|audio|multi_modal_projector")
+"""A part of the names of tensors that text does not pass through."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Served:
 
     is_own: our own decoder computes it, else transformers. is_tried: False for a type of transformers that no version of
     this engine has loaded, so that its start decides. dtype, kv_dtype: of the computation and of the KV; None where neither
-    config.json nor the weights name one. quantisation: None without. num_weight_bytes: of the weights in that dtype; None if
+    config.json nor the weights name one. is_text_of_more: the model takes images or sounds, too, and its text is served.
+    quantisation: None without. num_weight_bytes: of the weights in that dtype; None if
     unknown. num_expert_bytes: those of them that are experts' of layers whose experts can be spread over ranks.
     kv_bytes_per_token: over all layers; None if unknown. has_weights: False if there is config.json alone.
     """
@@ -65,6 +69,7 @@ class Served:
     max_model_len: int
     has_weights: bool
     num_expert_bytes: int = 0
+    is_text_of_more: bool = False
 
     def rank_weight_bytes(self, num_ranks: int, data_parallel_size: int) -> int | None:
         """Return about how many bytes of weights each process of a worker, or of a data-parallel group, has."""
@@ -210,15 +215,18 @@ def _examine_transformers(
     weights: Weights | None = None
     if checkpoint is None:
         read_scheme(raw)
-        name = _named_dtype(dtype, raw)
+        name = _named_dtype(dtype, text_part(raw))
     else:
-        weights, name = open_weights(checkpoint, raw, dtype)
+        weights, name = open_weights(checkpoint, text_part(raw), dtype)
     facts = _ask_transformers(folder)
     shape = facts["kv_shape"]
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     num_numbers = None
     if weights is not None:
-        num_numbers = sum(prod(weights.shape(each)) for each in weights.names() if not weights.is_spare(each))
+        names = {each for each in weights.names() if not weights.is_spare(each)}
+        if facts["is_composite"]:
+            names = {each for each in names if not _OTHER_PARTS.search(each)}
+        num_numbers = sum(prod(weights.shape(each)) for each in names)
     return Served(
         architecture=str(architecture_name(raw)),
         is_own=False,
@@ -230,7 +238,14 @@ def _examine_transformers(
         kv_bytes_per_token=_bytes(prod(shape) if shape else None, kv_dtype),
         max_model_len=model_length(max_model_len, facts["num_positions"], facts["max_positions"]),
         has_weights=checkpoint is not None,
+        is_text_of_more=facts["is_composite"],
     )
+
+
+def text_part(raw: RawConfig) -> RawConfig:
+    """Return config.json with the fields of its ``text_config``, if it has one, in the place of those of the whole."""
+    part = raw.get("text_config")
+    return {**raw, **part} if isinstance(part, dict) else raw
 
 
 def _ask_transformers(folder: Path) -> dict[str, Any]:

@@ -137,12 +137,14 @@ def _inputs(prompts: Sequence[list[int]], computed: Sequence[int], counts: Seque
 class TransformersModel(LanguageModel):
     """A causal language model of transformers, split into the decoder and the layers that compute logits.
 
-    Takes ownership of ``whole``. survey: of its layers. The layers behind the decoder (a head, scales, soft caps) run
-    through the model's own ``forward``, in which a module that returns the decoder's states replaces the decoder.
+    Takes ownership of ``whole``. survey: of its layers. is_composite: it takes more than text. The layers behind the
+    decoder (a head, scales, soft caps) run through the model's own ``forward``, in which a module that returns the
+    decoder's states replaces the decoder.
     """
 
-    def __init__(self, whole: Any, survey: Survey) -> None:
+    def __init__(self, whole: Any, survey: Survey, is_composite: bool = False) -> None:
         super().__init__()
+        self._is_composite = is_composite
         self._attention = PagedAttention(survey.reaches, remove_temperatures(whole))
         self.special_attention = survey.special_attention
         whole.set_attn_implementation(SERVING)
@@ -150,9 +152,7 @@ class TransformersModel(LanguageModel):
         for module in list(whole.modules()):
             if (latent := find_latent(module)) is not None:
                 module.kv_b_proj = latent
-        decoder = whole.get_decoder()
-        # Llama 4 of text alone is found as its own decoder.
-        self.decoder: nn.Module = whole.model if decoder is whole else decoder
+        self.decoder = _decoder_of(whole)
         self._given = _GivenStates()
         place = next(name for name, module in whole.named_modules() if module is self.decoder)
         whole.set_submodule(place, self._given)
@@ -177,9 +177,11 @@ class TransformersModel(LanguageModel):
 
     def logits(self, states: Tensor) -> Tensor:
         """See LanguageModel."""
-        unread = torch.zeros((1, len(states)), dtype=torch.long, device=states.device)
         self._given.states = states[None]
-        logits: Tensor = self.tail(input_ids=unread, use_cache=False).logits[0]
+        unread: dict[str, Tensor] = {"inputs_embeds": states[None]}
+        if not self._is_composite:  # a composite would look the tokens up, in the decoder that is replaced
+            unread = {"input_ids": torch.zeros((1, len(states)), dtype=torch.long, device=states.device)}
+        logits: Tensor = self.tail(**unread, use_cache=False).logits[0]
         self._given.states = None
         return logits.to(states.dtype)
 
@@ -209,13 +211,13 @@ class TransformersCheckpoint:
         self._dequantised = dequantised
         self._architecture = architecture
         facts = read_facts(folder, raw)
-        self._config = facts.config
+        self._facts = facts
         self.num_positions = facts.num_positions
         self.max_positions = facts.max_positions
 
     def angles(self, length: int) -> str:
         """Return the name of the angles of contexts of ``length`` tokens, for the model's fingerprint."""
-        return angles(self._config, length)
+        return angles(self._facts.text, length)
 
     def load(
         self, dtype: torch.dtype, device: torch.device, length: int
@@ -223,21 +225,25 @@ class TransformersCheckpoint:
         """Load the weights onto ``device`` and check the model. length: its longest context. Raises SettingError."""
         register()
         with refusing(self._architecture, ASKING, AskedMask.__name__):
-            whole = self._read(dtype).to(device).requires_grad_(False)
+            whole = self._read(dtype)
+            text = self._facts.text
+            if self._facts.is_composite:
+                _keep_text(whole)
+            whole = whole.to(device).requires_grad_(False)
             _fix_angles(whole, length)
             with torch.inference_mode():
                 survey = Survey(
                     self._architecture,
-                    getattr(self._config, "attention_chunk_size", None),
-                    getattr(self._config, "sliding_window", None),
+                    getattr(text, "attention_chunk_size", None),
+                    getattr(text, "sliding_window", None),
                 )
                 attach(whole, survey)
                 tokens = torch.zeros((1, 2), dtype=torch.long, device=device)
                 vocab_size = whole(input_ids=tokens, use_cache=False).logits.shape[-1]
-                shape = survey.result(self._config.num_hidden_layers, vocab_size, self.max_positions)
+                shape = survey.result(text.num_hidden_layers, vocab_size, self.max_positions)
                 # Before ``TransformersModel`` takes the decoder out of ``whole``.
                 reference = Reference.of(whole, shape.vocab_size, device)
-                model = TransformersModel(whole, survey).eval()
+                model = TransformersModel(whole, survey, self._facts.is_composite).eval()
                 found = difference(model, shape, dtype, reference)
         allowed = tolerance(dtype)
         logger.info(
@@ -257,12 +263,12 @@ class TransformersCheckpoint:
         source: dict[str, Any] = {"pretrained_model_name_or_path": self._folder}
         if weights is not None:
             # transformers would look for a library of the format, and without its configuration reads plain weights.
-            vars(self._config).pop("quantization_config", None)
+            vars(self._facts.config).pop("quantization_config", None)
             source = {"pretrained_model_name_or_path": None, "state_dict": self._unread(weights)}
         with _progress_bar_on_terminals_alone():
-            read: Any = getattr(transformers, self._architecture).from_pretrained(
+            read: Any = getattr(transformers, self._facts.class_name).from_pretrained(
                 **source,
-                config=self._config,
+                config=self._facts.config,
                 dtype=dtype,
                 attn_implementation=ASKING,
                 local_files_only=True,
@@ -283,7 +289,7 @@ class TransformersCheckpoint:
         names = weights.names()
         if spare := {name for name in names if weights.is_spare(name)}:
             with torch.device("meta"):
-                model = getattr(transformers, self._architecture)(self._config)
+                model = getattr(transformers, self._facts.class_name)(self._facts.config)
             # By the last two parts alone: the names of a file may differ from those of the model.
             kept = {_last_parts(name) for name, _ in model.named_parameters()}
             names -= {name for name in spare if _last_parts(name) not in kept}
@@ -306,6 +312,24 @@ class _Unread:
 def _last_parts(name: str) -> tuple[str, ...]:
     """Return the names of a layer and of its parameter."""
     return tuple(name.split(".")[-2:])
+
+
+def _decoder_of(whole: Any) -> nn.Module:
+    """Return the part that maps tokens to states; that of Llama 4 is found as a model with a head."""
+    decoder: Any = whole.get_decoder()
+    found: nn.Module = decoder.model if hasattr(decoder, "lm_head") else decoder
+    return found
+
+
+def _keep_text(whole: Any) -> None:
+    """Remove the parts of a composite that only images and sounds pass through: they need no memory."""
+    kept = {*_decoder_of(whole).modules(), *whole.get_output_embeddings().modules()}
+    # Their parents, which call them.
+    on_the_way = [name for name, module in whole.named_modules() if not kept.isdisjoint(module.modules())]
+    for parent in on_the_way:
+        for name, module in list(whole.get_submodule(parent).named_children()):
+            if kept.isdisjoint(module.modules()):
+                setattr(whole.get_submodule(parent), name, nn.Identity())
 
 
 def _fix_angles(whole: nn.Module, length: int) -> None:

@@ -6,6 +6,7 @@ not been tried: the loader's survey and self-check decide.
 """
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from engine.models.registry import ARCHITECTURES, architecture_name
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _TRANSPOSED = "Conv1D("
 _DECODERS = ("ForCausalLM", "LMHeadModel")
+_COMPOSITES = ("ForConditionalGeneration",)
 # Decoders that transformers does not list as such: their checkpoints came as a part of a model of images.
 _UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
 RECURRENT = "recurrent layers are not served"
@@ -56,19 +58,24 @@ _REASONS: Mapping[str, frozenset[str]] = {
         whisper""".split()
     ),
     TWICE: frozenset({"diffllama", "hrm_text"}),
+    "layers that attend to images are not served": frozenset({"mllama_text_model"}),
 }
 _REASON_OF_TYPE = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds}
 # Types that attend to earlier tokens alone if ``is_decoder`` is set.
 _ENCODERS = frozenset({"bert", "electra", "ernie", "roc_bert"})
 TRIED = _ENCODERS | frozenset(
-    """afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
-    dbrx deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2
-    gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
-    hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe llama4_text longcat_flash mellum minicpm3
-    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral4 mixtral moshi nanochat nemotron olmo olmo2 olmo3
-    olmoe opt persimmon phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma youtu""".split()
+    """afmoe apertus arcee aria aria_text axk1 aya_vision beam biogpt bitnet cohere cohere2 cohere2_moe cohere2_vision
+    cohere_compass_text cosmos3_omni ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_vl dots1 ernie4_5 ernie4_5_moe
+    exaone4 exaone4_5 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text gemma3n_text glm glm4 glm46v
+    glm4_moe glm4_moe_lite glm4v glm4v_moe glm_ocr glmga got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
+    granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 internlm3 internvl iquestcoder jais2
+    jetmoe kolibri1 laguna lfm2 lfm2_moe lfm2_vl lighton_ocr llama4 llama4_text llava llava_next llava_next_video
+    llava_onevision longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral ministral3
+    mistral3 mistral4 mixtral moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt ovis2
+    paddleocr_vl persimmon phi phi3 phimoe pp_chart2table qianfan_ocr qwen2_5_vl qwen2_moe qwen3_moe qwen3_vl
+    qwen3_vl_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma video_llama_3
+    video_llava vipllava youtu""".split()
 )
 """Types of which a small model gave transformers' own answers."""
 _SENSES = frozenset({"audio_config", "vision_config"})
@@ -83,15 +90,26 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 class TransformersFacts:
     """A configuration of transformers that can be served. num_positions: the longest context in tokens without a setting.
 
-    max_positions: the longest one that a setting may ask for. is_tried: models of its type are known to load.
-    kv_shape: layers, parts (``KVLayout``), KV heads and head_dim; None if unknown.
+    class_name: of transformers. max_positions: the longest one that a setting may ask for. is_tried: models of its type
+    are known to load. kv_shape: layers, parts (``KVLayout``), KV heads and head_dim; None if unknown.
     """
 
     config: Any
+    class_name: str
     num_positions: int
     max_positions: int
     is_tried: bool
     kv_shape: tuple[int, int, int, int] | None
+
+    @property
+    def text(self) -> Any:
+        """Return the configuration of the decoder; that of a composite is a part of the whole."""
+        return self.config.get_text_config()
+
+    @property
+    def is_composite(self) -> bool:
+        """Return whether the model takes more than text; its text is served."""
+        return self.text is not self.config
 
 
 def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
@@ -101,31 +119,61 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         raise _unknown(architecture)
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **_UNLISTED}
-    if not architecture.endswith(_DECODERS) or architecture not in names.values():
+    names = _class_names(architecture)
+    kind = str(raw.get("model_type"))
+    if architecture not in names.values() and (
+        not names or _spelled(architecture) not in map(_spelled, (kind, names.get(kind, "")))
+    ):
         raise _unknown(architecture)
-    if str(kind := raw.get("model_type")) not in CONFIG_MAPPING:
+    if kind not in CONFIG_MAPPING:
         raise unserved(
-            architecture, f"its model_type is {kind!r:.80}, and {_installed()} has none of that name"
+            architecture,
+            f"its model_type is {raw.get('model_type')!r:.80}, and {_installed()} has none of that name",
         )
     with refusing(architecture):
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if names.get(config.model_type) != architecture:
+        class_name = names.get(config.model_type)
+        if class_name is None or (architecture in names.values() and class_name != architecture):
             raise unserved(architecture, f"its model_type {config.model_type!r} stands for another")
-        if reason := why_unserved(config):
-            raise unserved(architecture, reason)
-        lengths = _lengths(config)
+        text = config.get_text_config()
+        reason = why_unserved(text if architecture.endswith(_COMPOSITES) else config)
+        # Without sizes of its own it would be built as large as the type's default, before its weights are compared.
+        if text is not config and not isinstance(raw.get("text_config"), Mapping):
+            is_flat = raw.get("hidden_size") == getattr(text, "hidden_size", None)
+            reason = reason or (None if is_flat else "config.json has no text_config")
+        if config.is_encoder_decoder or reason is not None:
+            raise unserved(architecture, reason or "it has an encoder")
+        lengths = _lengths(text)
         if lengths is None:
             raise unserved(architecture, "config.json does not give its number of positions")
-        is_tried = config.model_type in TRIED
-        shapes = _shapes(config)
-        num_layers = getattr(config, "num_hidden_layers", None)
+        shapes = _shapes(text)
+        num_layers = getattr(text, "num_hidden_layers", None)
         kv_shape = None
         if len(shapes) == 1 and isinstance(num_layers, int):
             kv_shape = (num_layers, *shapes.pop())
-        return TransformersFacts(config, *lengths, is_tried, kv_shape)
+        return TransformersFacts(config, class_name, *lengths, config.model_type in TRIED, kv_shape)
+
+
+def _class_names(architecture: str) -> Mapping[str, str]:
+    """Return transformers' classes of this ending by model_type; none for an ending that is not served."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    endings = next((each for each in (_DECODERS, _COMPOSITES) if architecture.endswith(each)), ())
+    names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **_UNLISTED}
+    if endings is _COMPOSITES:
+        names = dict(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    return {kind: name for kind, name in names.items() if name.endswith(endings)}
+
+
+def _spelled(name: str) -> str:
+    """Return an architecture or model_type without the differences in which publishers spell it otherwise."""
+    for ending in (*_DECODERS, *_COMPOSITES):
+        name = name.removesuffix(ending)
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 @contextmanager
@@ -194,12 +242,12 @@ def _unknown(architecture: str | None) -> SettingError:
     missing = (
         "" if find_spec("transformers") else " (which is not installed: pip install 'kvbaton[transformers]')"
     )
-    if find_spec("transformers") and str(architecture).endswith(_DECODERS):
+    if find_spec("transformers") and str(architecture).endswith((*_DECODERS, *_COMPOSITES)):
         missing = f" ({_installed()} has none of that name)"
-    images = ", also of its text" if str(architecture).endswith("ForConditionalGeneration") else ""
     return SettingError(
-        f"the model's architecture is {architecture!r}, which is not served{images}; the served ones are "
-        f"{', '.join(ARCHITECTURES)}, and every ...ForCausalLM of transformers{missing}",
+        f"the model's architecture is {architecture!r}, which is not served; the served ones are "
+        f"{', '.join(ARCHITECTURES)}, and every ...ForCausalLM, and the text of every ...ForConditionalGeneration, of "
+        f"transformers{missing}",
         param="model",
     )
 

@@ -1,0 +1,159 @@
+"""Tiny random models of the families of the installed transformers, made from the defaults of their configurations.
+
+A class that needs more than small sizes has a row in ``_OF_FAMILY``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from tests.checkpoints import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+_MAX_PARAMETERS = 20_000_000
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "sliding_window": 6,
+    "attention_chunk_size": 10,
+    "floor_scale": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+    "tie_word_embeddings": False,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+    "text_hidden_size": 64,
+}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+_HALF_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [1, 1, 2],
+        "partial_rotary_factor": 0.5,
+    }
+}
+_WITH_MROPE = "glm46v glm4v glm_ocr glmga paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl".split()
+_PADDING_WITHIN = {"pad_token_id": 1}
+_ONE_SHAPE = {"num_key_value_heads": 4}
+_LATENT = {
+    **_ONE_SHAPE,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_OF_FAMILY: Mapping[str, dict[str, Any]] = {
+    **{family: {"text_config": _MROPE} for family in _WITH_MROPE},
+    "glm4v_moe": {"text_config": _HALF_MROPE},
+    **dict.fromkeys(
+        (
+            "camembert",
+            "data2vec-text",
+            "roberta",
+            "roberta-prelayernorm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+            "prophetnet",
+        ),
+        _PADDING_WITHIN,
+    ),
+    **dict.fromkeys(
+        (
+            "axk1",
+            "deepseek_v2",
+            "deepseek_v3",
+            "glm4_moe_lite",
+            "longcat_flash",
+            "minicpm3",
+            "mistral4",
+            "youtu",
+        ),
+        _LATENT,
+    ),
+    "kimi_k25": {"text_config": _LATENT},
+    "llama4": {
+        "vision_config": {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+    },
+    "dots1": {"n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "zaya": {"num_experts_per_tok": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    # Its generate, with a cache, differs from its own forward pass beyond a window.
+    "moshi": {"sliding_window": 300},
+}
+
+
+def families() -> list[str]:
+    """Return the model_types of all decoders and of all composites with images, sorted."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+
+
+def make_tiny(family: str) -> Any:
+    """Return a model with the weights that transformers initialises. Raises whatever its classes raise."""
+    kind = CONFIG_MAPPING[family]
+    config = kind(**_shrunk(kind, kind(), _TEXT, _OF_FAMILY.get(family, {})))
+    composite = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family, "")
+    is_composite = (
+        composite.endswith("ForConditionalGeneration") or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    model_class = getattr(
+        transformers, composite if is_composite else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    )
+    with torch.device("meta"):
+        size = sum(each.numel() for each in model_class(config).parameters())
+    if size > _MAX_PARAMETERS:
+        raise ValueError(f"{family} has {size} parameters")
+    return model_class(config).eval()
+
+
+def _shrunk(kind: Any, usual: Any, small: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a small configuration. usual: the one with the defaults. own: what replaces the rest."""
+    declared = getattr(kind, "__dataclass_fields__", {})
+    fields: dict[str, Any] = {}
+    for name, value in small.items():
+        real = kind.attribute_map.get(name, name)
+        # A list has a number for each layer, and None stands for what another field implies.
+        if real in declared and not isinstance(getattr(usual, real, None), list | dict):
+            fields[real] = value
+    for name in kind.sub_configs or ():
+        part = getattr(usual, name, None)
+        if part is not None and name in declared:
+            sizes = _TEXT if "text" in name else _VISION
+            inner = _shrunk(type(part), part, sizes, own.get(name, {}))
+            fields[name] = {"model_type": type(part).model_type, **inner}
+    return {**fields, **{name: value for name, value in own.items() if name not in (kind.sub_configs or ())}}
