@@ -157,6 +157,14 @@ def expect(
         raise bad_model(f"tensor {name} is stored as {dtype}; {PLACE} requires {' or '.join(sorted(dtypes))}")
 
 
+def matrix_shape(checkpoint: Checkpoint, name: str) -> list[int]:
+    """Return the shape of a stored matrix. Raises SettingError unless it has two dimensions, neither of them 0."""
+    shape = checkpoint.shape(name)
+    if len(shape) != 2 or 0 in shape:
+        raise bad_model(f"tensor {name} is {shape}; quantised weights have two dimensions above 0")
+    return shape
+
+
 def ceil_divide(number: int, size: int) -> int:
     """Return how many groups of ``size`` hold ``number``; the last one may have fewer."""
     return -(-number // size)

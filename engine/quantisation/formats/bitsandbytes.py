@@ -6,13 +6,22 @@ scale for each block of them, itself in 8 bits if ``nested_absmax`` is there; ``
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from engine.models.checkpoint import Checkpoint, bad_model
-from engine.quantisation.scheme import BYTES, CodedWeight, Fields, Scheme, ceil_divide, expect, layers_of
+from engine.quantisation.scheme import (
+    BYTES,
+    CodedWeight,
+    Fields,
+    Scheme,
+    ceil_divide,
+    expect,
+    layers_of,
+    matrix_shape,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +30,7 @@ _LARGEST = 127.0
 _STATE = "quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")
 _CODES = 16
+_MAX_STATE_BYTES = 4096
 _NESTED_CODES = 256
 _NESTED = frozenset({"nested_absmax", "nested_quant_map"})
 
@@ -123,9 +133,7 @@ def read(config: Fields) -> BitsAndBytesScheme:
 
 def _int8(checkpoint: Checkpoint, layer: str, kinds: set[str]) -> CodedWeight:
     expect(checkpoint, f"{layer}.weight", None, {"I8"})
-    shape = checkpoint.shape(f"{layer}.weight")
-    if len(shape) != 2:
-        raise bad_model(f"tensor {layer}.weight is {shape}; quantised weights have two dimensions")
+    shape = matrix_shape(checkpoint, f"{layer}.weight")
     expect(checkpoint, f"{layer}.SCB", [shape[:1]])
     if "weight_format" in kinds:
         name = f"{layer}.weight_format"
@@ -142,8 +150,8 @@ def _four_bits(checkpoint: Checkpoint, place: str) -> CodedWeight:
             f"tensor {place} is stored in a way of bitsandbytes other than {' and '.join(_KINDS)}"
         )
     state = _read_state(checkpoint, f"{place}.{_STATE}{kind}", kind)
-    expect(checkpoint, place, [[ceil_divide(prod(state.shape), 2), 1]], BYTES)
-    num_blocks = ceil_divide(prod(state.shape), state.block_size)
+    expect(checkpoint, place, [[ceil_divide(math.prod(state.shape), 2), 1]], BYTES)
+    num_blocks = ceil_divide(math.prod(state.shape), state.block_size)
     used = {"absmax", "quant_map", f"{_STATE}{kind}"}
     expect(checkpoint, f"{place}.quant_map", [[_CODES]])
     if state.nested_block_size is None:
@@ -160,9 +168,11 @@ def _four_bits(checkpoint: Checkpoint, place: str) -> CodedWeight:
 def _read_state(checkpoint: Checkpoint, name: str, kind: str) -> _State:
     """Return the JSON in a tensor of bytes. Raises SettingError for one that describes no weight."""
     expect(checkpoint, name, None, BYTES)
+    if (num_bytes := math.prod(checkpoint.shape(name))) > _MAX_STATE_BYTES:
+        raise bad_model(f"tensor {name} has {num_bytes} bytes; a description has {_MAX_STATE_BYTES} at most")
     try:
         state: Any = json.loads(bytes(checkpoint.tensor(name).reshape(-1).tolist()))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad_model(f"tensor {name} is no JSON: {error}") from error
     if not isinstance(state, Mapping) or state.get("quant_type") != kind:
         raise bad_model(f"tensor {name} is {state!r:.80}; it must describe numbers of {kind}")
@@ -174,6 +184,6 @@ def _read_state(checkpoint: Checkpoint, name: str, kind: str) -> _State:
     if any(isinstance(each, bool) or not isinstance(each, int) or each < 1 for each in sizes):
         raise bad_model(f"tensor {name} has the sizes {sizes!r:.80}; they must be whole numbers above 0")
     offset = state.get("nested_offset", 0.0)
-    if isinstance(offset, bool) or not isinstance(offset, int | float):
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) < math.inf:
         raise bad_model(f"tensor {name} has the nested_offset {offset!r:.40}; it must be a number")
     return _State(shape, state["blocksize"], nested, float(offset))

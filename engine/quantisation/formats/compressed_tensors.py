@@ -22,6 +22,7 @@ from engine.quantisation.scheme import (
     ceil_divide,
     expect,
     layers_of,
+    matrix_shape,
 )
 
 if TYPE_CHECKING:
@@ -284,9 +285,7 @@ def _check_layer(checkpoint: Checkpoint, layer: str, kinds: set[str], group: Gro
         used |= {"weight_packed"} | ({"weight_shape"} if group.form == _PACKED else {"weight_global_scale"})
     else:
         expect(checkpoint, f"{layer}.weight", None, _DTYPES[group.form])
-        shape = checkpoint.shape(f"{layer}.weight")
-        if len(shape) != 2:
-            raise bad_model(f"tensor {layer}.weight is {shape}; quantised weights have two dimensions")
+        shape = matrix_shape(checkpoint, f"{layer}.weight")
         used.add("weight")
     num_outputs, num_inputs = shape
     of_scales = {
@@ -322,9 +321,7 @@ def _check_packed(checkpoint: Checkpoint, layer: str, group: Group) -> list[int]
     packed = f"{layer}.weight_packed"
     if group.form == _NVFP4:
         expect(checkpoint, packed, None, BYTES)
-        stored = checkpoint.shape(packed)
-        if len(stored) != 2:
-            raise bad_model(f"tensor {packed} is {stored}; quantised weights have two dimensions")
+        stored = matrix_shape(checkpoint, packed)
         return [stored[0], stored[1] * 2]
     name = f"{layer}.weight_shape"
     expect(checkpoint, name, [[2]], {"I64", "I32"})

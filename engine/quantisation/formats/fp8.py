@@ -6,8 +6,16 @@ Blocks begin at the first row and column, so those at the lower and right border
 
 from typing import TYPE_CHECKING
 
-from engine.models.checkpoint import PLAIN_DTYPES, Checkpoint, bad_model
-from engine.quantisation.scheme import CodedWeight, Fields, Scheme, ceil_divide, expect, layers_of
+from engine.models.checkpoint import PLAIN_DTYPES, Checkpoint
+from engine.quantisation.scheme import (
+    CodedWeight,
+    Fields,
+    Scheme,
+    ceil_divide,
+    expect,
+    layers_of,
+    matrix_shape,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +55,7 @@ class Fp8BlockScheme(Scheme):
         return name.endswith(_KV_SCALES)
 
     def _weight(self, checkpoint: Checkpoint, layer: str, kinds: set[str]) -> CodedWeight:
-        shape = checkpoint.shape(f"{layer}.weight")
-        if len(shape) != 2:
-            raise bad_model(f"tensor {layer}.weight is {shape}; quantised weights have two dimensions")
+        shape = matrix_shape(checkpoint, f"{layer}.weight")
         scale = next((each for each in _SCALES if each in kinds), _SCALES[0])
         shapes: list[list[int]] = [[1], []]
         if self.block is not None:

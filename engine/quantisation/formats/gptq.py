@@ -22,6 +22,7 @@ from engine.quantisation.scheme import (
     ceil_divide,
     expect,
     layers_of,
+    matrix_shape,
 )
 
 if TYPE_CHECKING:
@@ -188,9 +189,7 @@ def _check_layer(checkpoint: Checkpoint, layer: str, kinds: set[str], packing: P
     """Return a layer's weight. Raises SettingError unless its tensors are those that the packing requires."""
     stored = f"{layer}.qweight"
     expect(checkpoint, stored, None, INTEGERS)
-    packed = checkpoint.shape(stored)
-    if len(packed) != 2:
-        raise bad_model(f"tensor {stored} is {packed}; quantised weights have two dimensions")
+    packed = matrix_shape(checkpoint, stored)
     in_word = WORD_BITS // packing.num_bits
     is_awq = packing.order == "awq"
     num_inputs, num_outputs = (packed[0], packed[1] * in_word) if is_awq else (packed[0] * in_word, packed[1])

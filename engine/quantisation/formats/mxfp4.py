@@ -60,7 +60,7 @@ def _weight(checkpoint: Checkpoint, name: str) -> CodedWeight:
     blocks = f"{name}{_BLOCKS}"
     expect(checkpoint, blocks, None, BYTES)
     shape = checkpoint.shape(blocks)
-    if len(shape) != 4 or shape[-1] != _BYTES_OF_BLOCK:
+    if len(shape) != 4 or 0 in shape or shape[-1] != _BYTES_OF_BLOCK:
         raise bad_model(f"tensor {blocks} is {shape}; MXFP4 has experts, outputs and blocks of 16 bytes")
     expect(checkpoint, f"{name}_scales", [shape[:-1]], BYTES)
     weight = _Weight(checkpoint, name, (), [shape[0], shape[2] * 2 * _BYTES_OF_BLOCK, shape[1]])
