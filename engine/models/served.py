@@ -213,11 +213,12 @@ def _examine_transformers(
     max_model_len: int | None,
 ) -> Served:
     weights: Weights | None = None
+    part = text_part(raw)
     if checkpoint is None:
-        read_scheme(raw)
-        name = _named_dtype(dtype, text_part(raw))
+        read_scheme(part)
+        name = _named_dtype(dtype, part)
     else:
-        weights, name = open_weights(checkpoint, text_part(raw), dtype)
+        weights, name = open_weights(checkpoint, part, dtype)
     facts = _ask_transformers(folder)
     shape = facts["kv_shape"]
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
@@ -233,7 +234,7 @@ def _examine_transformers(
         is_tried=facts["is_tried"],
         dtype=name,
         kv_dtype=kv_dtype,
-        quantisation=describe_weights(raw, name, is_own=False),
+        quantisation=describe_weights(part, name, is_own=False),
         num_weight_bytes=_bytes(num_numbers, name),
         kv_bytes_per_token=_bytes(prod(shape) if shape else None, kv_dtype),
         max_model_len=model_length(max_model_len, facts["num_positions"], facts["max_positions"]),

@@ -263,7 +263,8 @@ class TransformersCheckpoint:
         source: dict[str, Any] = {"pretrained_model_name_or_path": self._folder}
         if weights is not None:
             # transformers would look for a library of the format, and without its configuration reads plain weights.
-            vars(self._facts.config).pop("quantization_config", None)
+            for config in (self._facts.config, self._facts.text):
+                vars(config).pop("quantization_config", None)
             source = {"pretrained_model_name_or_path": None, "state_dict": self._unread(weights)}
         with _progress_bar_on_terminals_alone():
             read: Any = getattr(transformers, self._facts.class_name).from_pretrained(

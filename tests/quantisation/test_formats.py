@@ -23,12 +23,19 @@ from engine.models.served import examine
 from engine.models.sharding import Part, Piece
 from engine.quantisation.scheme import Scheme
 from engine.quantisation.stored import QuantisedCheckpoint, read_scheme
-from tests.checkpoints import load_reference, make_checkpoint, make_foreign_checkpoint, reference_greedy
+from tests.checkpoints import (
+    load_reference,
+    make_checkpoint,
+    make_foreign_checkpoint,
+    reference_greedy,
+    write_checkpoint,
+)
 from tests.engine_compute.driver import Driver
 from tests.engine_compute.test_equals_transformers import PROMPTS
 from tests.engine_pair import Sides, running_pair
 from tests.engine_parallel.driver import RanksDriver
 from tests.fakes.engine.local_ranks import Exchange, LocalRankGroup
+from tests.families.tiny_models import make_tiny
 from tests.fp8_checkpoints import make_fp8, make_twin, quantization
 from tests.quantised_checkpoints import VARIANTS, Variant, quantise
 from tests.weight_packers import BLOCK, fp8_blocks, mxfp4
@@ -140,6 +147,24 @@ def test_models_of_transformers_read_dequantised_weights(
     assert answers(quantised) == answers(twin)
     served = examine(quantised)
     assert (served.is_own, served.num_weight_bytes) == (False, examine(twin).num_weight_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["the whole", "text_config"])
+def test_the_text_of_composites_is_dequantised(tmp_path: Path, place: str) -> None:
+    """Parts for images are not quantised, and config.json describes the form at one of two places."""
+    source = write_checkpoint(tmp_path / "source", make_tiny("qwen3_vl"), 3)
+    stored = load_file(source / "model.safetensors")
+    only = tuple(name for name in stored if "language_model" in name and name.endswith("proj.weight"))
+    quantised, twin = quantise(source, tmp_path / "quantised", VARIANTS["GPTQ"], only=only)
+    config = json.loads((quantised / "config.json").read_text())
+    if place == "text_config":
+        config["text_config"]["quantization_config"] = config.pop("quantization_config")
+        (quantised / "config.json").write_text(json.dumps(config))
+    assert_equal(parameters(quantised), parameters(twin))
+    served = examine(quantised)
+    assert served.num_weight_bytes == examine(twin).num_weight_bytes
+    assert "dequantised to float32 at load" in str(served.quantisation)
 
 
 @pytest.mark.filterwarnings("ignore")
