@@ -70,12 +70,12 @@ TRIED = _ENCODERS | frozenset(
     glm4_moe glm4_moe_lite glm4v glm4v_moe glm_ocr glmga got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
     granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense
     hunyuan_v1_moe hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 internlm3 internvl iquestcoder jais2
-    jetmoe kolibri1 laguna lfm2 lfm2_moe lfm2_vl lighton_ocr llama4 llama4_text llava llava_next llava_next_video
-    llava_onevision longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral ministral3
-    mistral3 mistral4 mixtral moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt ovis2
-    paddleocr_vl persimmon phi phi3 phimoe pp_chart2table qianfan_ocr qwen2_5_vl qwen2_moe qwen3_moe qwen3_vl
-    qwen3_vl_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma video_llama_3
-    video_llava vipllava youtu""".split()
+    jetmoe kimi_k25 kolibri1 laguna lfm2 lfm2_moe lfm2_vl lighton_ocr llama4 llama4_text llava llava_next
+    llava_next_video llava_onevision longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl minimax_m3_vl_text
+    ministral ministral3 mistral3 mistral4 mixtral moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3
+    olmoe opt ovis2 paddleocr_vl persimmon phi phi3 phimoe pp_chart2table qianfan_ocr qwen2_5_vl qwen2_moe qwen2_vl
+    qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma
+    video_llama_3 video_llava vipllava youtu""".split()
 )
 """Types of which a small model gave transformers' own answers."""
 _SENSES = frozenset({"audio_config", "vision_config"})
@@ -232,10 +232,12 @@ def _why_shaped_otherwise(config: Any) -> str | None:
         if kv_heads not in (None, heads):
             return f"latent attention with {kv_heads} KV heads (num_key_value_heads) for {heads} heads is not served"
         return None
+    if len(_shapes(config)) > 1:  # before sizes that the whole does not have
+        return UNEQUAL
     sizes = (getattr(config, "head_dim", None), getattr(config, "v_head_dim", None))
     if all(sizes) and sizes[0] != sizes[1]:
         return _UNEQUAL_PARTS
-    return UNEQUAL if len(_shapes(config)) > 1 else None
+    return None
 
 
 def _unknown(architecture: str | None) -> SettingError:

@@ -46,6 +46,7 @@ _TEXT: dict[str, Any] = {
 }
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
+    "embed_dim": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 1,
     "depth": 1,
@@ -67,6 +68,7 @@ _HALF_MROPE = {
 }
 _WITH_MROPE = "glm46v glm4v glm_ocr glmga paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl".split()
 _PADDING_WITHIN = {"pad_token_id": 1}
+_SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 _ONE_SHAPE = {"num_key_value_heads": 4}
 _LATENT = {
     **_ONE_SHAPE,
@@ -112,6 +114,10 @@ _OF_FAMILY: Mapping[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "zaya": {"num_experts_per_tok": 1},
+    # As they are published; without layer types, all layers of theirs are attention.
+    "lfm2": _SHORT_CONVOLUTIONS,
+    "lfm2_moe": _SHORT_CONVOLUTIONS,
+    "lfm2_vl": {"text_config": _SHORT_CONVOLUTIONS},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     # Its generate, with a cache, differs from its own forward pass beyond a window.
     "moshi": {"sliding_window": 300},
@@ -148,7 +154,7 @@ def _shrunk(kind: Any, usual: Any, small: Mapping[str, Any], own: Mapping[str, A
     for name, value in small.items():
         real = kind.attribute_map.get(name, name)
         # A list has a number for each layer, and None stands for what another field implies.
-        if real in declared and not isinstance(getattr(usual, real, None), list | dict):
+        if real in declared and not isinstance(vars(usual).get(real), list | dict):
             fields[real] = value
     for name in kind.sub_configs or ():
         part = getattr(usual, name, None)

@@ -1,0 +1,91 @@
+"""Tries a tiny model of every family of the installed transformers: ``python -m tests.families.survey``.
+
+Each is loaded by the engine in this process; 16 greedy tokens of five prompts, computed in chunks of 32 in float32, are
+compared with those of ``generate``. The outcomes are written into docs/models.md. It takes about three minutes.
+"""
+
+import logging
+import re
+import shutil
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from contract.errors import SettingError
+from tests.checkpoints import reference_greedy, write_checkpoint
+from tests.engine_compute.driver import Driver
+from tests.families.tiny_models import families, make_tiny
+
+EQUAL = "every token equals `generate`'s"
+NOT_MADE = "not tried: this survey makes no small model of it"
+WRONG = "wrong"
+PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
+NUM_TOKENS = 16
+_SHARED = [(37 * i + 11) % 256 for i in range(24)]
+_PROMPTS = [[7], [3, 1, 4, 1, 5], _SHARED, [*_SHARED, *range(60, 81)], [*_SHARED, *range(90, 107)]]
+_START = "<!-- The following table is written by python -m tests.families.survey. -->\n"
+_END = "<!-- End of the table. -->\n"
+
+
+def outcome(family: str) -> str:
+    """Return EQUAL, WRONG, NOT_MADE or the reason why the engine refuses a tiny model of the family."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        try:
+            model = make_tiny(family)
+            write_checkpoint(folder, model, 3)
+        except Exception:  # noqa: BLE001 - small sizes suit not every class, and what it raises has no one type
+            return NOT_MADE
+        try:
+            driver = Driver(folder, dtype="float32", kv_cache_bytes=1 << 23)
+        except SettingError as error:
+            return _reason(error.message)
+        names = [str(index) for index in range(len(_PROMPTS))]
+        for name, prompt in zip(names, _PROMPTS, strict=True):
+            driver.add(name, prompt)
+        found = driver.generate(names, NUM_TOKENS, 32)
+        driver.executor.shutdown()
+        try:
+            expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in _PROMPTS]
+        except AttributeError:  # of classes whose generate needs more than text
+            return NOT_MADE
+        return EQUAL if [found[name] for name in names] == expected else WRONG
+    finally:
+        shutil.rmtree(folder)
+
+
+def _reason(message: str) -> str:
+    """Return the reason alone, without the names of the class and of an error."""
+    if "the served ones are" in message:
+        return "its class is not that of a decoder, or of a composite"
+    reason = re.sub(r"^model: (transformers' \S+ is not served: )?(\d+ )?", "", message)
+    return re.sub(r" \(.*|: .*| by \S+e[-+].*", "", reason)
+
+
+def read_table() -> dict[str, str]:
+    """Return each family's outcome, as docs/models.md has it."""
+    found: dict[str, str] = {}
+    for row in PAGE.read_text().partition(_START)[2].partition(_END)[0].splitlines()[2:]:
+        reason, names = (cell.strip() for cell in row.strip("| ").rsplit("|", 1))
+        found |= dict.fromkeys(names.split(", "), reason)
+    return found
+
+
+def write_table(outcomes: Mapping[str, str]) -> None:
+    """Replace the table in docs/models.md."""
+    rows = defaultdict(list)
+    for family, found in sorted(outcomes.items()):
+        rows[found].append(family)
+    order = sorted(rows, key=lambda found: (found != EQUAL, found == NOT_MADE, -len(rows[found]), found))
+    lines = [f"| {found} | {', '.join(rows[found])} |" for found in order]
+    before, _, rest = PAGE.read_text().partition(_START)
+    table = "\n".join(["| outcome | `model_type` |", "| -- | -- |", *lines])
+    PAGE.write_text(f"{before}{_START}{table}\n{_END}{rest.partition(_END)[2]}")
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    write_table({family: outcome(family) for family in families()})
