@@ -67,7 +67,7 @@ ToolParserName = Literal[
     "nemotron",
     "pythonic",
     "qwen",
-    "seed",
+    "seed_oss",
 ]
 ReasoningParserName = Literal["auto", "none", "think"]
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
@@ -89,7 +89,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "nemotron": NemotronParser,
     "pythonic": PythonicParser,
     "qwen": QwenParser,
-    "seed": SeedParser,
+    "seed_oss": SeedParser,
 }
 # (parser, texts that a template contains if the model writes calls in that parser's format). The first match is used, so
 # a format whose signs contain those of another one stands before it.
@@ -99,7 +99,7 @@ _SIGNS = (
     ("dsml", ("｜DSML｜",)),
     ("deepseek", ("<｜tool▁calls▁begin｜>",)),
     ("minimax", ("<minimax:tool_call>",)),
-    ("seed", ("<seed:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
     ("gemma", ("<|tool_call>", "<tool_call|>")),
     ("granite", ("<|tool_call|>",)),
     ("hy3", ("<tool_sep:opensource>",)),

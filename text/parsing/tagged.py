@@ -200,12 +200,10 @@ def _flagged(allowed: Allowed, *, is_text: bool) -> Allowed:
     return Allowed(_TEXT if is_text else allowed.types - _TEXT)
 
 
-class QwenParser(TaggedParser):
-    """Parses the calls of Qwen3-Coder and Qwen3.5."""
-
-    tags = ("<tool_call>", "</tool_call>")
-    layout = Tags(
-        sections=(("<tool_call>", "</tool_call>"),),
+def _functions(section: tuple[str, str]) -> Tags:
+    """Return the tags of calls that are functions with parameters, in such a section."""
+    return Tags(
+        sections=(section,),
         call="<function=",
         name_end=">",
         call_end="</function>",
@@ -213,6 +211,13 @@ class QwenParser(TaggedParser):
         key_end=">",
         value_end="</parameter>",
     )
+
+
+class QwenParser(TaggedParser):
+    """Parses the calls of Qwen3-Coder and Qwen3.5."""
+
+    tags = ("<tool_call>", "</tool_call>")
+    layout = _functions(tags)
     has_newlines = True
     # The model sometimes omits a parameter's end.
     other_value_ends = ("<parameter=", "</function>", "</tool_call>")
@@ -222,15 +227,7 @@ class SeedParser(TaggedParser):
     """Parses the calls of Seed-OSS."""
 
     tags = ("<seed:tool_call>", "</seed:tool_call>")
-    layout = Tags(
-        sections=(("<seed:tool_call>", "</seed:tool_call>"),),
-        call="<function=",
-        name_end=">",
-        call_end="</function>",
-        parameter="<parameter=",
-        key_end=">",
-        value_end="</parameter>",
-    )
+    layout = _functions(tags)
 
 
 class MinimaxParser(TaggedParser):

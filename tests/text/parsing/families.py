@@ -170,7 +170,7 @@ CALLS: dict[str, dict[str, Callable[[Sequence[Call]], str]]] = {
             "<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>\n",
         )
     },
-    "seed": {
+    "seed_oss": {
         "": tagged(
             "<parameter={key}>{value}</parameter>\n",
             "<seed:tool_call>\n<function={name}>\n{parameters}</function>\n</seed:tool_call>\n",

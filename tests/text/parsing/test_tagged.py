@@ -27,7 +27,7 @@ NO_CALLS = [
     ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f"),
     ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\nno"),
     ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_end|>"),
-    ("seed", "<seed:tool_call></seed:tool_call>"),
+    ("seed_oss", "<seed:tool_call></seed:tool_call>"),
     ("hy3preview", "<tool_calls><tool_call>f</tool_call>"),
 ]
 
