@@ -6,8 +6,8 @@ this needs names, shapes and dtypes alone, and neither torch nor weights.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from contract.errors import SettingError
 from engine.models.checkpoint import PLAIN_DTYPES, Checkpoint, bad_model
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PLACE = "quantization_config"
+_FormT = TypeVar("_FormT")
 INTEGERS = frozenset({"I32"})
 BYTES = frozenset({"U8"})
 
@@ -139,6 +140,32 @@ def layers_of(checkpoint: Checkpoint) -> dict[str, set[str]]:
         layer, _, kind = name.rpartition(".")
         layers.setdefault(layer, set()).add(kind)
     return layers
+
+
+def only_fitting(
+    layer: str,
+    place: str,
+    forms: Iterable[_FormT],
+    same: Callable[[_FormT], Hashable],
+    check: Callable[[_FormT], CodedWeight],
+) -> CodedWeight:
+    """Return a layer's weight in the one form that what is stored fits; ``check`` raises SettingError for each other one.
+
+    place: where config.json has the forms. same: equal for forms that mean the same for a layer that both fit. Raises
+    SettingError if none fits, or several that mean different numbers.
+    """
+    problems: list[SettingError] = []
+    fitting: dict[Hashable, CodedWeight] = {}
+    for form in forms:
+        try:
+            fitting[same(form)] = check(form)
+        except SettingError as error:
+            problems.append(error)
+    if not fitting:
+        raise problems[0]
+    if len(fitting) > 1:
+        raise bad_model(f"layer {layer} is stored as several of the {place} describe it")
+    return next(iter(fitting.values()))
 
 
 def expect(

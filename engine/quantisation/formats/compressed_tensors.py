@@ -6,9 +6,9 @@ with an offset if they are packed, the lowest bits of a word of 32 first, and ze
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from contract.errors import SettingError
 from engine.fp8.scheme import Activations, Fp8Scheme
 from engine.models.checkpoint import Checkpoint, bad_model
 from engine.models.config import bad_config
@@ -23,6 +23,7 @@ from engine.quantisation.scheme import (
     expect,
     layers_of,
     matrix_shape,
+    only_fitting,
 )
 
 if TYPE_CHECKING:
@@ -98,29 +99,19 @@ class CompressedScheme(Scheme):
             if not is_packed and "weight" not in kinds:
                 continue
             if is_packed or checkpoint.stored_dtype(f"{layer}.weight") in _DTYPES[_INT] | _DTYPES[_FLOAT]:
-                found[f"{layer}.weight"] = self._weight(checkpoint, layer, kinds)
+                found[f"{layer}.weight"] = only_fitting(
+                    layer,
+                    f"{PLACE}.config_groups",
+                    self.groups,
+                    # Of groups whose scales differ in nothing for this layer, any will do.
+                    lambda group: (group.size, group.block),
+                    partial(_check_layer, checkpoint, layer, kinds),
+                )
         return found
 
     def is_unused(self, name: str) -> bool:
         """See Scheme."""
         return self._has_kv_scales and name.endswith(_KV_SCALES)
-
-    def _weight(self, checkpoint: Checkpoint, layer: str, kinds: set[str]) -> CodedWeight:
-        problems: list[SettingError] = []
-        fitting: dict[tuple[object, ...], CodedWeight] = {}
-        for group in self.groups:
-            try:
-                weight = _check_layer(checkpoint, layer, kinds, group)
-            except SettingError as error:
-                problems.append(error)
-            else:
-                # Of groups whose scales differ in nothing for this layer, any will do.
-                fitting[group.size, group.block] = weight
-        if not fitting:
-            raise problems[0]
-        if len(fitting) > 1:
-            raise bad_model(f"layer {layer} is stored as several of the {PLACE}.config_groups describe it")
-        return next(iter(fitting.values()))
 
 
 class _Weight(CodedWeight):

@@ -9,10 +9,10 @@ version and AWQ store them as they are.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from contract.errors import SettingError
-from engine.models.checkpoint import Checkpoint, bad_model
+from engine.models.checkpoint import Checkpoint
 from engine.quantisation.scheme import (
     INTEGERS,
     PLACE,
@@ -23,6 +23,7 @@ from engine.quantisation.scheme import (
     expect,
     layers_of,
     matrix_shape,
+    only_fitting,
 )
 
 if TYPE_CHECKING:
@@ -67,26 +68,17 @@ class PackedScheme(Scheme):
     def find(self, checkpoint: Checkpoint) -> dict[str, CodedWeight]:
         """See Scheme."""
         return {
-            f"{layer}.weight": self._weight(checkpoint, layer, kinds)
+            f"{layer}.weight": only_fitting(
+                layer,
+                f"parts of {PLACE}",
+                self.packings,
+                # Parts that differ in nothing else describe the same numbers.
+                lambda packing: (packing.num_bits, packing.size),
+                partial(_check_layer, checkpoint, layer, kinds),
+            )
             for layer, kinds in layers_of(checkpoint).items()
             if "qweight" in kinds
         }
-
-    def _weight(self, checkpoint: Checkpoint, layer: str, kinds: set[str]) -> CodedWeight:
-        problems: list[SettingError] = []
-        fitting: dict[tuple[object, ...], CodedWeight] = {}
-        for packing in self.packings:
-            try:
-                weight = _check_layer(checkpoint, layer, kinds, packing)
-            except SettingError as error:
-                problems.append(error)
-            else:
-                fitting[packing.num_bits, packing.size] = weight
-        if not fitting:
-            raise problems[0]
-        if len(fitting) > 1:
-            raise bad_model(f"layer {layer} is stored as several parts of {PLACE} describe it")
-        return next(iter(fitting.values()))
 
 
 class _Weight(CodedWeight):
