@@ -149,7 +149,9 @@ class PagedAttention:
             self._running.watch.on_stored(call.layer + 1)
         if (temperature := self._temperatures.get(call.layer)) is not None:
             query = temperature.scaled(query, self._running.positions)
-        shape = replace(call.shape, **self._reaches.get(call.layer, {}))
+        shape = call.shape
+        if (reach := self._reaches.get(call.layer)) is not None:
+            shape = replace(shape, **reach)
         mixed = step.attend(shape, query, key, value, cache)
         return mixed if latent is None else latent.expand(mixed)
 
