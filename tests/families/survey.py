@@ -1,28 +1,38 @@
 """Tries a tiny model of every family of the installed transformers: ``python -m tests.families.survey``.
 
 Each is loaded by the engine in this process; 16 greedy tokens of five prompts, computed in chunks of 32 in float32, are
-compared with those of ``generate``. The outcomes are written into docs/models.md. It takes about three minutes.
+compared with those of ``generate``. Then a prefill and a decode engine answer the same prompts, once over shm and once over
+tcp. The outcomes are written into docs/models.md. It takes about six minutes.
 """
 
+import asyncio
 import logging
 import re
 import shutil
+import sys
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from contract.errors import SettingError
+from contract.sampling import SamplingParams
 from tests.checkpoints import reference_greedy, write_checkpoint
 from tests.engine_compute.driver import Driver
+from tests.engine_pair import Sides, running_pair, tokens_of
 from tests.families.tiny_models import families, make_tiny
 
-EQUAL = "every token equals `generate`'s"
+EQUAL = "every token equals `generate`'s, also handed over by shm and by tcp"
+WRONG_BEHIND = "equal in one engine, but wrong over"
 NOT_MADE = "not tried: this survey makes no small model of it"
 WRONG = "wrong"
 PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
 NUM_TOKENS = 16
+TRANSPORTS = ("shm", "tcp")
+_CHUNK = 32
+_MEMORY = 1 << 23
 _SHARED = [(37 * i + 11) % 256 for i in range(24)]
 _PROMPTS = [[7], [3, 1, 4, 1, 5], _SHARED, [*_SHARED, *range(60, 81)], [*_SHARED, *range(90, 107)]]
 _START = "<!-- The following table is written by python -m tests.families.survey. -->\n"
@@ -30,7 +40,7 @@ _END = "<!-- End of the table. -->\n"
 
 
 def outcome(family: str) -> str:
-    """Return EQUAL, WRONG, NOT_MADE or the reason why the engine refuses a tiny model of the family."""
+    """Return EQUAL, WRONG, WRONG_BEHIND with transports, NOT_MADE or the reason why the engine refuses the family."""
     folder = Path(tempfile.mkdtemp())
     try:
         try:
@@ -39,21 +49,44 @@ def outcome(family: str) -> str:
         except Exception:  # noqa: BLE001 - small sizes suit not every class, and what it raises has no one type
             return NOT_MADE
         try:
-            driver = Driver(folder, dtype="float32", kv_cache_bytes=1 << 23)
+            driver = Driver(folder, dtype="float32", kv_cache_bytes=_MEMORY)
         except SettingError as error:
             return _reason(error.message)
-        names = [str(index) for index in range(len(_PROMPTS))]
-        for name, prompt in zip(names, _PROMPTS, strict=True):
-            driver.add(name, prompt)
-        found = driver.generate(names, NUM_TOKENS, 32)
-        driver.executor.shutdown()
+        found = _answers(driver)
         try:
             expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in _PROMPTS]
         except AttributeError:  # of classes whose generate needs more than text
             return NOT_MADE
-        return EQUAL if [found[name] for name in names] == expected else WRONG
+        if found != expected:
+            return WRONG
+        wrong = [each for each in TRANSPORTS if asyncio.run(_handed_over(folder, each)) != expected]
+        return f"{WRONG_BEHIND} {' and '.join(wrong)}" if wrong else EQUAL
     finally:
         shutil.rmtree(folder)
+
+
+def _answers(driver: Driver) -> list[list[int]]:
+    names = [str(index) for index in range(len(_PROMPTS))]
+    for name, prompt in zip(names, _PROMPTS, strict=True):
+        driver.add(name, prompt)
+    found = driver.generate(names, NUM_TOKENS, _CHUNK)
+    driver.executor.shutdown()
+    return [found[name] for name in names]
+
+
+async def _handed_over(folder: Path, transport: str) -> list[list[int]]:
+    """Return the answers of a prefill and a decode engine, to all prompts at once. Raises ValueError without KV."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    settings: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": _CHUNK, "kv_cache_bytes": _MEMORY}
+    async with running_pair(folder, sides=Sides(transport=transport), **settings) as pair:
+        asked = (pair.ask(str(index), prompt, sampling) for index, prompt in enumerate(_PROMPTS))
+        answers = [tokens_of(*legs) for legs in await asyncio.gather(*asked)]
+        counters = await pair.decode.call("counters")
+        await pair.until_free()
+    # Each prompt has at least a block of its own.
+    if counters[f"transfer_blocks_total{{transport={transport}}}"] < len(_PROMPTS):
+        raise ValueError(f"over {transport} too few blocks have crossed: {counters}")
+    return answers
 
 
 def _reason(message: str) -> str:
@@ -88,4 +121,8 @@ def write_table(outcomes: Mapping[str, str]) -> None:
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    write_table({family: outcome(family) for family in families()})
+    found = {}
+    for family in families():
+        found[family] = outcome(family)
+        sys.stderr.write(f"{family}: {found[family]}\n")
+    write_table(found)

@@ -4,7 +4,7 @@ import pytest
 
 from engine.models.transformers_rules import TRIED
 from tests.chaos.settings import chaos_rng
-from tests.families.survey import EQUAL, NOT_MADE, WRONG, outcome, read_table
+from tests.families.survey import EQUAL, NOT_MADE, WRONG, WRONG_BEHIND, outcome, read_table
 from tests.families.tiny_models import families
 from tests.soak_settings import soak_factor
 
@@ -12,8 +12,8 @@ from tests.soak_settings import soak_factor
 def test_the_table_has_each_family_once() -> None:
     table = read_table()
     assert sorted(table) == families()
-    assert WRONG not in table.values()
     found = list(table.values())
+    assert not [reason for reason in found if reason.startswith((WRONG, WRONG_BEHIND))]
     assert found.count(EQUAL) > 100 > 3 * found.count(NOT_MADE) / 2
 
 
