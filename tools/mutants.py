@@ -11,9 +11,13 @@ detects nothing.
 """
 
 import argparse
+import compileall
+import multiprocessing
 import os
+import py_compile
 import random
 import re
+import runpy
 import secrets
 import shutil
 import signal
@@ -24,7 +28,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -36,6 +40,13 @@ _BROKEN = re.compile(
     r"^E +(?:\S+Error: )?(SyntaxError|IndentationError|ImportError|NameError|UnboundLocalError)\b", re.M
 )
 _REASON = re.compile(r"^(?:FAILED|ERROR) .*? - (.+)$", re.M)
+
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    ["aiohttp", "grpc.aio", "hypothesis", "msgspec", "pytest", "tokenizers", "torch", "uvloop"]
+)
+"""Tests run in forks of a process that has imported these: otherwise that is most of a test's time."""
 
 
 class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,7 +122,7 @@ def try_mutant(mutant: Mutant, copy: Path) -> Verdict:
         found = _REASON.search(ran.output)
         problem = _problem(ran)
         reason = found[1] if found else ""
-    except (OSError, SyntaxError, ValueError, subprocess.TimeoutExpired) as error:
+    except (OSError, SyntaxError, ValueError, TimeoutError) as error:
         problem = str(error)
     finally:
         path.write_text(healthy)
@@ -121,39 +132,44 @@ def try_mutant(mutant: Mutant, copy: Path) -> Verdict:
 def run_tests(tests: Sequence[str], copy: Path) -> _Ran:
     """Run pytest up to the first failure, with the modules of the copy, in child processes too.
 
-    Raises subprocess.TimeoutExpired after it has killed the tests' process group.
+    Raises TimeoutError after it has killed the tests' process group.
     """
-    left_out = [
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:hypothesispytest",
-    ]  # the latter takes longer than most tests
-    options = ["-q", "-x", "--tb=short", "--show-capture=no", *left_out, "-m", ""]
-    environment = {  # a mutant may be as old and as long as the text that it replaces: no stale bytecode
-        **os.environ,  # noqa: TID251 - passed on, not read
-        "PYTHONPATH": str(copy),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "COLUMNS": "250",  # of the summary, which holds the reason
-    }
+    with tempfile.NamedTemporaryFile() as output:
+        process = _FORKS.Process(target=_run_pytest, args=(list(tests), str(copy), output.name))
+        process.start()
+        try:
+            process.join(_TEST_SECONDS * len(tests))
+            if process.exitcode is None:
+                raise TimeoutError(f"the test has not ended after {_TEST_SECONDS} s")
+        finally:
+            if process.exitcode is None:
+                os.killpg(process.pid or 0, signal.SIGKILL)
+                process.join()
+        return _Ran(process.exitcode, Path(output.name).read_text())
+
+
+def _run_pytest(tests: list[str], copy: str, output: str) -> NoReturn:
+    """Run pytest in the copy, as the leader of a process group; end this process with its code."""
+    os.setsid()
+    stream = os.open(output, os.O_WRONLY)
+    os.dup2(stream, sys.stdout.fileno())
+    os.dup2(stream, sys.stderr.fileno())
+    environment = os.environ  # noqa: TID251 - that of this process, for pytest
     for name in ("CI", "BUILD_NUMBER"):  # with one of them, pytest explains a failure at any length: minutes
         environment.pop(name, None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *tests],
-        cwd=copy,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=_TEST_SECONDS * len(tests))
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    return _Ran(process.returncode, output)
+    environment.update(PYTHONPATH=copy, PYTHONDONTWRITEBYTECODE="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    environment["COLUMNS"] = "250"  # of the summary, which holds the reason
+    sys.dont_write_bytecode = True
+    os.chdir(copy)
+    sys.path[:] = [copy, *(place for place in sys.path if place not in ("", str(REPOSITORY)))]
+    for module in [name for name in sys.modules if name.partition(".")[0] == "tools"]:
+        del sys.modules[module]
+    # Other plugins take longer to import than most tests take.
+    plugins = ["-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
+    rules = ["-q", "-x", "--tb=short", "--show-capture=no"]
+    sys.argv = ["pytest", *rules, *plugins, "-m", "", *tests]
+    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    raise AssertionError("pytest ends its process")
 
 
 def _problem(ran: _Ran) -> str | None:
@@ -181,6 +197,9 @@ def _copy_repository(repository: Path, target: Path) -> Path:
         if source.is_file():
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, copied)
+    # A mutant may be as old and as long as the text that it replaces: bytecode is compared with its source by content.
+    mode = py_compile.PycInvalidationMode.CHECKED_HASH
+    compileall.compile_dir(target, maxlevels=20, quiet=2, invalidation_mode=mode)
     return target
 
 
