@@ -209,10 +209,12 @@ class ModelRunner:
         """Allocate the pool and the tables; called exactly once. Returns the layout."""
         settings = self._settings
         with naming_memory("the KV pool", "kv_cache_bytes"):
-            self._memory = allocate(config.layout, config.num_blocks, self.device)
-        most = min(self.model_info.max_model_len, config.num_blocks * settings.block_size)
+            (group,) = config.cache.groups
+            (num_blocks,) = config.num_blocks
+            self._memory = allocate(group.layout, num_blocks, self.device)
+        most = min(self.model_info.max_model_len, num_blocks * settings.block_size)
         self._batch = InputBatch(settings.max_num_seqs, most, settings.block_size)
-        return config.layout
+        return group.layout
 
     def warm_up(self) -> None:
         """Run the steps of a dummy request in the null block, which is zeroed again, and capture graphs."""

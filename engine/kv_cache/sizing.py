@@ -1,6 +1,7 @@
 """The memory that the KV cache may take. Measuring is a protocol, so that every formula runs on every machine."""
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from contract.cache_layout import CacheLayout
 from contract.errors import SettingError
 from engine.settings import EngineSettings
 
@@ -17,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 HOST_LIMIT_BYTES = 1 << 30
 _HOST_SHARE = 4
+# The tokens of a typical request, of the memory for which each group gets its share.
+_TYPICAL_TOKENS = 4096
+# Two requests of any length can run at once.
+_LEAST_REQUESTS = 2
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -32,6 +38,15 @@ class MemoryReading:
     free_bytes: int
     peak_bytes: int
     is_host: bool
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest work of an engine: tokens of prompt and answer together, tokens and requests of a step."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
 
 
 class MemoryProbe(Protocol):
@@ -134,6 +149,37 @@ def available_kv_bytes(reading: MemoryReading, settings: EngineSettings) -> int:
             _held(reading),
         )
     return min(of_share, of_free)
+
+
+def share_memory(layout: CacheLayout, num_bytes: int, workload: Workload) -> tuple[int, ...]:
+    """Return the number of blocks of each group, its null block included, that fit into ``num_bytes`` together.
+
+    The first group, which reaches farthest, gets as many as possible. The others get what as many requests of a typical
+    length keep in them as the first one holds (``max_num_seqs`` at most), beside the tokens of a step, which its requests
+    share; and never less than one request of any length needs. With one group, all is that one's.
+    """
+    chunk = workload.max_num_batched_tokens
+    typical = min(workload.max_model_len, _TYPICAL_TOKENS)
+    first, *others = layout.groups
+    size = first.layout.block_size
+
+    def with_first(num_blocks: int) -> tuple[int, ...]:
+        num_tokens = (num_blocks - 1) * size
+        num_requests = min(max(-(-num_tokens // typical), _LEAST_REQUESTS), workload.max_num_seqs)
+        longest = min(workload.max_model_len, num_tokens)
+        numbers = [num_blocks]
+        for group in others:
+            kept = num_requests * group.max_blocks(typical, 1) + -(-chunk // size)
+            # Never more than the first group: then no request keeps more here than there.
+            numbers.append(min(num_blocks, 1 + max(kept, group.max_blocks(longest, chunk))))
+        return tuple(numbers)
+
+    def is_too_much(num_blocks: int) -> bool:
+        numbers = zip(with_first(num_blocks), layout.groups, strict=True)
+        return sum(number * group.layout.block_bytes for number, group in numbers) > num_bytes
+
+    most = num_bytes // first.layout.block_bytes
+    return with_first(max(0, bisect_left(range(most + 1), True, lo=1, key=is_too_much) - 1))
 
 
 def _held(reading: MemoryReading) -> str:

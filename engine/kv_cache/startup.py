@@ -2,7 +2,7 @@
 
 1. ask every rank for the specs of its layers;
 2. make every rank measure its free memory (a profiled forward pass without KV);
-3. compute each rank's number of blocks;
+3. compute each rank's number of blocks, for each group of layers (``contract.cache_layout``);
 4. unify to the smallest, so that a block id means the same on all ranks;
 5. allocate, then warm up.
 """
@@ -11,10 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any, Protocol, TypeVar
 
+from contract.cache_layout import CacheLayout
 from contract.errors import InternalError, SettingError
 from contract.layout import DTYPE_BYTES, KEY_VALUE, KVLayout
+from engine.kv_cache.sizing import Workload, share_memory
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +28,17 @@ _ResultT = TypeVar("_ResultT")
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The KV of one layer. parts: what it caches of each token and KV head (``KVLayout``)."""
+    """The KV of one layer.
+
+    parts: what it caches of each token and KV head (``KVLayout``). window: how many tokens a token sees; None: all.
+    """
 
     block_size: int
     num_kv_heads: int
     head_size: int
     dtype: str
     parts: tuple[str, ...] = KEY_VALUE
+    window: int | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -42,10 +49,16 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The allocation of one rank: ``num_blocks`` blocks of ``layout`` (all layers of a block lie together)."""
+    """The allocation of one rank. num_blocks: of each group of ``cache``, in which all layers of a block lie together."""
 
-    num_blocks: int
-    layout: KVLayout
+    num_blocks: tuple[int, ...]
+    cache: CacheLayout
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all blocks."""
+        sizes = (group.layout.block_bytes for group in self.cache.groups)
+        return sum(map(mul, self.num_blocks, sizes))
 
 
 def block_bytes(specs: Mapping[str, KVCacheSpec]) -> int:
@@ -53,18 +66,22 @@ def block_bytes(specs: Mapping[str, KVCacheSpec]) -> int:
     return sum(spec.block_bytes for spec in specs.values())
 
 
-def make_config(specs: Mapping[str, KVCacheSpec], available_bytes: int) -> KVCacheConfig:
-    """Return a config of as many blocks as fit. Raises SettingError if fewer than two do, with both numbers of bytes."""
+def make_config(
+    specs: Mapping[str, KVCacheSpec], available_bytes: int, workload: Workload | None = None
+) -> KVCacheConfig:
+    """Return a config of as many blocks as fit. Raises SettingError if fewer than two do, with both numbers of bytes.
+
+    workload: for which memory is shared among layers with different windows; None: each layer keeps all tokens.
+    """
     per_block = block_bytes(specs)
-    num_blocks = available_bytes // per_block
-    if num_blocks < MIN_BLOCKS:
+    if available_bytes < MIN_BLOCKS * per_block:
         raise SettingError(
             f"there are {available_bytes} bytes for the KV cache, and {MIN_BLOCKS} blocks of {per_block} bytes "
             f"({MIN_BLOCKS * per_block} bytes) are needed; raise kv_cache_bytes or free memory",
             param="kv_cache_bytes",
         )
     first, *others = specs.values()
-    if any(spec != first for spec in others):
+    if any(replace(spec, window=first.window) != first for spec in others):
         raise InternalError("layers with different KV caches are not served")
     layout = KVLayout(
         num_layers=len(specs),
@@ -74,12 +91,18 @@ def make_config(specs: Mapping[str, KVCacheSpec], available_bytes: int) -> KVCac
         dtype=first.dtype,
         parts=first.parts,
     )
-    return KVCacheConfig(num_blocks, layout)
+    if workload is None:
+        return KVCacheConfig((available_bytes // per_block,), CacheLayout.of(layout, [None] * len(specs)))
+    length = workload.max_model_len
+    # A window that no text is longer than is none.
+    windows = [spec.window if (spec.window or length) < length else None for spec in specs.values()]
+    cache = CacheLayout.of(layout, windows)
+    return KVCacheConfig(share_memory(cache, available_bytes, workload), cache)
 
 
 def unify(configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:
     """Return the configs with the smallest number of blocks of all ranks. Raises InternalError if they differ otherwise."""
-    num_blocks = min(config.num_blocks for config in configs)
+    num_blocks = tuple(map(min, zip(*(config.num_blocks for config in configs), strict=True)))
     unified = [replace(config, num_blocks=num_blocks) for config in configs]
     if any(config != unified[0] for config in unified):
         raise InternalError(f"the ranks' KV caches differ: {unified}")
@@ -93,10 +116,13 @@ class RankGroup(Protocol):
         """Call the method on every rank; results in rank order."""
 
 
-def initialize_kv_cache(ranks: RankGroup, clock: Callable[[], float] = time.monotonic) -> tuple[int, int]:
+def initialize_kv_cache(
+    ranks: RankGroup, clock: Callable[[], float] = time.monotonic, workload: Workload | None = None
+) -> tuple[int, int]:
     """Start the KV cache of all ranks; return (device blocks, host blocks), the latter always 0.
 
-    The time of each step is logged, and then that of all together. Raises SettingError if fewer than two blocks fit.
+    workload: see ``make_config``; with several groups, the number of blocks is that of the first one. The time of each step
+    is logged, and then that of all together. Raises SettingError if fewer than two blocks fit.
     """
     started_at = clock()
     specs = _timed("1/5 specs", clock, lambda: ranks.collective_rpc("get_kv_cache_specs"))
@@ -106,18 +132,25 @@ def initialize_kv_cache(ranks: RankGroup, clock: Callable[[], float] = time.mono
     configs = _timed(
         "3/5 config per worker",
         clock,
-        lambda: [make_config(of_rank, free) for of_rank, free in zip(specs, available, strict=True)],
+        lambda: [
+            make_config(of_rank, free, workload) for of_rank, free in zip(specs, available, strict=True)
+        ],
     )
-    unified = _timed("4/5 unify", clock, lambda: unify(configs))
-    _timed("5/5 allocate", clock, lambda: ranks.collective_rpc("initialize_from_config", unified[0]))
+    config = _timed("4/5 unify", clock, lambda: unify(configs))[0]
+    _timed("5/5 allocate", clock, lambda: ranks.collective_rpc("initialize_from_config", config))
     _timed("warm-up", clock, lambda: ranks.collective_rpc("warm_up"))
     logger.info("KV cache: profiling, allocation and warm-up took %.3f s in total", clock() - started_at)
-    config = unified[0]
-    logger.info(
-        "KV cache: %d blocks of %d tokens in %s, %d bytes", config.num_blocks, config.layout.block_size,
-        config.layout.dtype, config.num_blocks * config.layout.block_bytes,
-    )  # fmt: skip
-    return config.num_blocks, 0
+    groups = config.cache.groups
+    for group, num_blocks in zip(groups, config.num_blocks, strict=True):
+        logger.info(
+            "KV cache%s: %d blocks of %d tokens in %s, %d bytes",
+            f" of {len(group.layers)} layers, {group.name}" if len(groups) > 1 else "",
+            num_blocks,
+            group.layout.block_size,
+            group.layout.dtype,
+            num_blocks * group.layout.block_bytes,
+        )
+    return config.num_blocks[0], 0
 
 
 def _timed(name: str, clock: Callable[[], float], step: Callable[[], _ResultT]) -> _ResultT:

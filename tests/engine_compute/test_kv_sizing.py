@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contract.cache_layout import CacheLayout
 from contract.errors import InternalError, SettingError
 from contract.layout import KVLayout
 from engine.compute.inputs import PreparedInputs
@@ -44,6 +45,11 @@ SPEC = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=128, dtype="bfloat16
 QWEN_SPECS = {f"layer.{index}": SPEC for index in range(28)}
 
 
+def layout_of(config: KVCacheConfig) -> KVLayout:
+    (group,) = config.cache.groups
+    return group.layout
+
+
 @dataclass
 class FixedProbe:
     """A probe with a fixed reading that records its calls."""
@@ -66,7 +72,7 @@ def make_settings(folder: Path = Path("model"), **fields: Any) -> EngineSettings
 def test_block_bytes() -> None:
     """A13: 28 layers, 2 KV heads, dim 128, bf16, blocks of 16 tokens: 458,752 bytes. D6: for any spec."""
     assert block_bytes(QWEN_SPECS) == 458_752
-    assert make_config(QWEN_SPECS, 10**9).layout.block_bytes == 458_752
+    assert layout_of(make_config(QWEN_SPECS, 10**9)).block_bytes == 458_752
     spec = KVCacheSpec(block_size=4, num_kv_heads=3, head_size=80, dtype="float32")
     assert spec.block_bytes == (4 * 3 * 80 + 4 * 3 * 80) * 4
 
@@ -225,22 +231,22 @@ def test_fewer_than_two_blocks_is_an_error_with_both_numbers() -> None:
     with pytest.raises(SettingError, match=r"458751 .* 458752 bytes \(917504 bytes\)") as caught:
         make_config(QWEN_SPECS, 458_751)
     assert caught.value.param == "kv_cache_bytes"
-    assert make_config(QWEN_SPECS, 2 * 458_752).num_blocks == 2
+    assert make_config(QWEN_SPECS, 2 * 458_752).num_blocks == (2,)
 
 
 def test_blocks_are_floored_and_unified_to_the_smallest() -> None:
     """D9: floor(available / block bytes) on each rank, then the minimum over all ranks."""
     configs = [make_config(QWEN_SPECS, 458_752 * blocks + 458_751) for blocks in (9, 7, 8)]
-    assert [config.num_blocks for config in configs] == [9, 7, 8]
-    assert [config.num_blocks for config in unify(configs)] == [7, 7, 7]
+    assert [config.num_blocks for config in configs] == [(9,), (7,), (8,)]
+    assert [config.num_blocks for config in unify(configs)] == [(7,), (7,), (7,)]
 
 
 def test_other_differences_between_ranks_are_an_internal_error() -> None:
     """D9: all ranks must be equal."""
-    layout = make_config(QWEN_SPECS, 10**9).layout
+    cache = make_config(QWEN_SPECS, 10**9).cache
     other = KVLayout(num_layers=28, num_kv_heads=1, head_dim=128, block_size=16, dtype="bfloat16")
     with pytest.raises(InternalError, match="differ"):
-        unify([KVCacheConfig(5, layout), KVCacheConfig(5, other)])
+        unify([KVCacheConfig((5,), cache), KVCacheConfig((5,), CacheLayout.of(other, [None] * 28))])
     with pytest.raises(InternalError, match="not served"):
         make_config({"a": SPEC, "b": KVCacheSpec(16, 2, 64, "bfloat16")}, 10**9)
 

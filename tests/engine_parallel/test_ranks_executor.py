@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from contract.cache_layout import CacheLayout
 from contract.errors import ErrorKind, InternalError, KvbatonError, SettingError, WorkerLostError
 from contract.layout import KVLayout
 from contract.requests import PoolingParams
@@ -225,7 +226,7 @@ def test_an_error_of_all_ranks_keeps_its_type(ranks: RanksExecutor, caplog: pyte
     texts = [record.getMessage() for record in caplog.records]
     assert [text.startswith(f"rank {rank} of 2") for rank, text in enumerate(texts)] == [True, True]
     assert all("Traceback" in text and "finish_step" in text for text in texts)
-    config = KVCacheConfig(2**60, ranks.layout)
+    config = KVCacheConfig((2**60,), CacheLayout.of(ranks.layout, [None] * 2))
     with pytest.raises(KvbatonError):
         ranks.collective_rpc("initialize_from_config", config)
     assert ranks.collective_rpc("echo", b"still") == [b"still"] * 2

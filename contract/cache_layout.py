@@ -1,0 +1,91 @@
+"""The layers of a model in groups: those of one group keep the KV of the same tokens, in blocks of one shape.
+
+A layer with a window keeps only what its window still reaches, so it needs a block table of its own. Each group has one
+table for each request, and numbers its blocks by itself.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from contract.decoding import Positive
+from contract.layout import KVLayout
+
+
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Layers whose KV is kept alike. Raises ValueError if the layout has another number of layers.
+
+    layers: their numbers in the model, ascending. layout: the shape of a block over these layers. window: how many tokens a
+    token sees, itself included, so that older blocks are not kept; None: all, and all are kept.
+    """
+
+    layers: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
+    layout: KVLayout
+    window: Positive | None = None
+
+    def __post_init__(self) -> None:
+        """Compare the layers with the layout."""
+        if len(self.layers) != self.layout.num_layers:
+            raise ValueError(f"{len(self.layers)} layers do not fit a block of {self.layout.num_layers}")
+
+    @property
+    def name(self) -> str:
+        """The kind of the group, with its window: "full", or "window of N tokens"."""
+        return "full" if self.window is None else f"window of {self.window} tokens"
+
+    def num_passed_blocks(self, num_tokens: int) -> int:
+        """Return how many of the first blocks are not seen by the token at position ``num_tokens``, or any behind it."""
+        if self.window is None:
+            return 0
+        return max(0, num_tokens - self.window + 1) // self.layout.block_size
+
+    def max_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Return the most blocks that a request of ``num_tokens`` needs at once, computed in chunks of ``chunk`` at most.
+
+        In a step these are the blocks of the chunk, and those that its first token sees.
+        """
+        size = self.layout.block_size
+        num_blocks = -(-num_tokens // size)
+        if self.window is None:
+            return num_blocks
+        # The span may begin anywhere in a block.
+        span = self.window - 1 + chunk
+        return min(num_blocks, (span + size - 2) // size + 1)
+
+
+class CacheLayout(msgspec.Struct, frozen=True):
+    """All groups of a model. Raises ValueError unless they have each layer once.
+
+    groups: the one that reaches farthest first: of all tokens, if there is one, then by window, from wide to narrow.
+    """
+
+    groups: Annotated[tuple[CacheGroup, ...], msgspec.Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        """Check the layers."""
+        layers = sorted(layer for group in self.groups for layer in group.layers)
+        if layers != list(range(len(layers))):
+            raise ValueError(f"the groups have the layers {layers}; each of a model must be in one of them")
+
+    @classmethod
+    def of(cls, layout: KVLayout, windows: Sequence[int | None]) -> "CacheLayout":
+        """Return the groups of a model of which each layer has the shape of ``layout`` and a window; None: all tokens."""
+        groups = []
+        for window in sorted(set(windows), key=lambda each: (each is not None, -(each or 0))):
+            layers = tuple(layer for layer, own in enumerate(windows) if own == window)
+            own_layout = msgspec.structs.replace(layout, num_layers=len(layers))
+            groups.append(CacheGroup(layers=layers, layout=own_layout, window=window))
+        return cls(tuple(groups))
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if each layer keeps all tokens: one table, and blocks of ``groups[0].layout``."""
+        return len(self.groups) == 1 and self.groups[0].window is None
+
+    def fingerprint(self) -> str:
+        """Return a short hash; that of the block's layout if all layers keep all tokens (``KVLayout.fingerprint``)."""
+        if self.is_uniform:
+            return self.groups[0].layout.fingerprint()
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
