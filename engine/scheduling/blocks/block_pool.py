@@ -33,12 +33,16 @@ class PrefixIndex:
             found.append(block_id)
         return found
 
+    def find_each(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Return the block of each hash; the null block for one that is not indexed."""
+        return [self._block_by_hash.get(block_hash, NULL_BLOCK) for block_hash in hashes]
+
     def enter(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Record that each block holds this content, unless another block does already."""
+        """Record that each block holds this content, unless another block does already. The null block holds none."""
         block_by_hash = self._block_by_hash
         hash_by_block = self._hash_by_block
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if block_hash not in block_by_hash and block_id not in hash_by_block:
+            if block_id and block_hash not in block_by_hash and block_id not in hash_by_block:
                 block_by_hash[block_hash] = block_id
                 hash_by_block[block_id] = block_hash
 
@@ -71,7 +75,8 @@ class BlockPool:
     """All blocks; each is in one state: null (block 0), free, held (one reference or more) or quarantined.
 
     References belong to *holders*, named by a string: a request's key, or ``lease:<key>`` for blocks that another
-    worker may still read. A holder's blocks are ordered: they are its block table. A free block's old content can be
+    worker may still read. A holder's blocks are ordered: they are its block table. In the place of blocks that are not kept
+    any more, since no later token sees them, a table begins with the null block. A free block's old content can be
     found by hash until the block is taken. A quarantined block may still be written by a read that cannot be cancelled;
     it has no reference, and is not allocated before ``release_quarantine``.
 
@@ -109,6 +114,10 @@ class BlockPool:
         """Return the blocks of the longest cached prefix of ``hashes``. They are valid until the pool changes."""
         return self._index.find(hashes) if self._caches_prefixes else []
 
+    def find_each_cached(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Return the cached block of each hash, valid until the pool changes; the null block where there is none."""
+        return self._index.find_each(hashes) if self._caches_prefixes else [NULL_BLOCK] * len(hashes)
+
     def can_allocate(self, num_new: int, cached: Sequence[int] = _NOTHING) -> bool:
         """Return whether ``allocate`` with the same arguments may be called; free cached blocks leave the free list too."""
         return num_new + sum(map(self._free.__contains__, cached)) <= len(self._free)
@@ -121,8 +130,9 @@ class BlockPool:
         table = self._tables.setdefault(holder, [])
         self.eviction_clock += num_new + len(cached)
         for block in cached:
-            self._free.pop(block, None)  # if no other holder has it
-            self._references[block] += 1
+            if block != NULL_BLOCK:
+                self._free.pop(block, None)  # if no other holder has it
+                self._references[block] += 1
         taken = []
         for _ in range(num_new):
             # From the front: what was freed first, so that the content that was used last is found longest.
@@ -138,7 +148,7 @@ class BlockPool:
         return list(self._tables.get(holder, ()))
 
     def num_blocks_of(self, holder: str) -> int:
-        """Return how many blocks the holder holds."""
+        """Return the length of the holder's table."""
         return len(self._tables.get(holder, ()))
 
     def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> list[int]:
@@ -168,6 +178,15 @@ class BlockPool:
         for block in self._tables.get(holder, ()):
             self._index.evict(block)
 
+    def free_behind(self, holder: str, num_passed: int) -> None:
+        """Drop the references to the first ``num_passed`` blocks of the holder, which no later token sees."""
+        table = self._tables[holder]
+        place = num_passed - 1
+        while place >= 0 and table[place] != NULL_BLOCK:  # those before were dropped earlier
+            self._drop_reference(table[place])
+            table[place] = NULL_BLOCK
+            place -= 1
+
     def hand_over(self, holder: str, new_holder: str) -> None:
         """Give all references of ``holder`` to ``new_holder``, which must hold nothing."""
         if new_holder in self._tables:
@@ -181,6 +200,8 @@ class BlockPool:
         ones again, in this order, as far as they are free.
         """
         for block in reversed(self._tables.pop(holder, [])):
+            if block == NULL_BLOCK:
+                break
             self._drop_reference(block)
         for block in reversed(next_blocks):
             if block in self._free:
@@ -221,7 +242,7 @@ class BlockPool:
 
     def holders(self) -> dict[str, int]:
         """Return how many blocks each holder holds."""
-        return {holder: len(table) for holder, table in self._tables.items()}
+        return {holder: len(table) - table.count(NULL_BLOCK) for holder, table in self._tables.items()}
 
     def count_by_state(self) -> dict[str, int]:
         """Return the number of blocks in each state; the four sum to ``num_blocks``."""
@@ -231,7 +252,7 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Recompute every count from the holders. Raises AssertionError for a wrong one."""
-        counted = Counter(block for table in self._tables.values() for block in table)
+        counted = Counter(block for table in self._tables.values() for block in table if block != NULL_BLOCK)
         assert all(self._references[block] == counted[block] for block in range(self.num_blocks))
         quarantined = [block for blocks in self._quarantined.values() for block in blocks]
         states = [NULL_BLOCK, *self._free, *counted, *quarantined]

@@ -1,0 +1,147 @@
+"""The blocks of all groups of layers (``contract.cache_layout``): a request holds some of each group, or of none.
+
+The tables of a request are equally long in all groups, so that the block of a position is in the same place of each. In a
+group with a window the first ones are the null block, as soon as no later token sees them. A prefix can be reused if each
+group has what the next token sees of it.
+"""
+
+from collections.abc import Sequence
+
+from contract.block_hash import BlockHash
+from contract.cache_layout import CacheGroup
+from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool
+
+Blocks = tuple[list[int], ...]
+"""A part of a request's table in each group, of equal lengths."""
+
+
+def prefix_match(groups: Sequence[CacheGroup], found: Sequence[Sequence[int]]) -> int:
+    """Return the number of blocks of the longest prefix that can be reused.
+
+    found: of each group, the cached block of each place; the null block where there is none. A group needs those blocks
+    that the first token behind the prefix sees, or a later one: all, or with a window only the last ones.
+    """
+    num_places = len(found[0])
+    is_usable = [True] * (num_places + 1)
+    for group, blocks in zip(groups, found, strict=True):
+        size = group.layout.block_size
+        num_found = 0  # cached blocks in a row, up to this place
+        for end, block in enumerate(blocks, 1):
+            num_found = 0 if block == NULL_BLOCK else num_found + 1
+            if num_found < end - group.num_passed_blocks(end * size):
+                is_usable[end] = False
+    return max(end for end, usable in enumerate(is_usable) if usable)
+
+
+class CachePools:
+    """A pool for each group. What it does, it does in all of them; see BlockPool for the contracts.
+
+    groups, pools: the same number of both, with equal block sizes. max_chunk: the most tokens of one request in a step.
+    first: the pool of the first group, of which the lengths of all tables can be read.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], max_chunk: int) -> None:
+        sizes = {group.layout.block_size for group in groups} | {pool.block_size for pool in pools}
+        if len(sizes) != 1:
+            raise ValueError(f"the groups have blocks of {sorted(sizes)} tokens; only equal sizes are served")
+        self.groups = tuple(groups)
+        self.pools = tuple(pools)
+        self.first = pools[0]
+        self.block_size = self.first.block_size
+        self._windows = [
+            (group, pool) for group, pool in zip(groups, pools, strict=True) if group.window is not None
+        ]
+        self._max_chunk = max_chunk
+
+    @property
+    def usage(self) -> float:
+        """The share of usable blocks that are not free, 0..1, in the group that has the fewest left."""
+        return max(pool.usage for pool in self.pools)
+
+    def find_cached(self, hashes: Sequence[BlockHash]) -> Blocks:
+        """Return the blocks of the longest prefix that all groups can serve. They are valid until a pool changes."""
+        if not self._windows:  # then this is the only group
+            return (self.first.find_cached(hashes),)
+        found = [pool.find_each_cached(hashes) for pool in self.pools]
+        num_blocks = prefix_match(self.groups, found)
+        blocks = []
+        for group, own in zip(self.groups, found, strict=True):
+            num_passed = group.num_passed_blocks(num_blocks * self.block_size)
+            blocks.append([NULL_BLOCK] * num_passed + own[num_passed:num_blocks])
+        return tuple(blocks)
+
+    def can_allocate(self, num_new: int, cached: Blocks | None = None) -> bool:
+        """Return whether ``allocate`` with the same arguments may be called."""
+        tables = cached or [()] * len(self.pools)
+        return all(pool.can_allocate(num_new, own) for pool, own in zip(self.pools, tables, strict=True))
+
+    def can_hold(self, num_new: int, cached: Blocks | None = None, others: Sequence[int] = ()) -> bool:
+        """Return whether a request could be computed by chunks to the end of ``num_new`` more blocks, if no other grew.
+
+        others: how many blocks each of some requests lacks, for which there must be room as well. With a window a request
+        keeps a part of its blocks only.
+        """
+        tables = cached or [()] * len(self.pools)
+        for group, pool, own in zip(self.groups, self.pools, tables, strict=True):
+            num_needed = 0
+            for num_blocks in (num_new + sum(map(pool.is_free, own)), *others):
+                num_needed += group.max_blocks(num_blocks * self.block_size, self._max_chunk)
+            if num_needed > pool.num_free_blocks:
+                return False
+        return True
+
+    def allocate(self, holder: str, num_new: int, cached: Blocks | None = None) -> Blocks:
+        """Append cached blocks and ``num_new`` taken ones to the holder's tables; return what was appended."""
+        tables = cached or [()] * len(self.pools)
+        return tuple(
+            [pool.allocate(holder, num_new, own) for pool, own in zip(self.pools, tables, strict=True)]
+        )
+
+    def free_behind(self, holder: str, num_tokens: int) -> None:
+        """Free the blocks that no token from position ``num_tokens`` on sees: all before are computed, and stay."""
+        for group, pool in self._windows:
+            pool.free_behind(holder, group.num_passed_blocks(num_tokens))
+
+    def tables_of(self, holder: str) -> Blocks:
+        """Return the holder's tables (copies); empty ones for one that holds nothing."""
+        return tuple(pool.table_of(holder) for pool in self.pools)
+
+    def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> list[int]:
+        """Let the holder's blocks from its ``start``-th on be found by content; return those of the first group."""
+        entered = [pool.enter(holder, start, hashes) for pool in self.pools]
+        return entered[0]
+
+    def forget_content(self, holder: str) -> None:
+        """Let the content of the holder's blocks, which is corrupt, not be found any more."""
+        for pool in self.pools:
+            pool.forget_content(holder)
+
+    def free(self, holder: str) -> None:
+        """Drop all references of the holder."""
+        for pool in self.pools:
+            pool.free(holder)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all content. Returns False, and does nothing, while a block is not free."""
+        if any(pool.num_free_blocks != pool.num_usable_blocks for pool in self.pools):
+            return False
+        for pool in self.pools:
+            pool.reset_prefix_cache()
+        return True
+
+    def count_by_state(self) -> dict[str, int]:
+        """Return the number of blocks in each state, of all groups together."""
+        counts = [pool.count_by_state() for pool in self.pools]
+        return {state: sum(count[state] for count in counts) for state in counts[0]}
+
+    def holders(self) -> dict[str, int]:
+        """Return how many blocks each holder holds, of all groups together."""
+        counts = [pool.holders() for pool in self.pools]
+        return {holder: sum(count[holder] for count in counts) for holder in counts[0]}
+
+    def check_integrity(self) -> None:
+        """Check each pool, and that a holder has tables of equal length. Raises AssertionError."""
+        for pool in self.pools:
+            pool.check_integrity()
+        for holder in {holder for pool in self.pools for holder in pool.holders()}:
+            assert len({len(table) for table in self.tables_of(holder)}) == 1, f"{holder}: unequal tables"
