@@ -65,7 +65,7 @@ class GrammarOutput:
 class SchedulerOutput:
     """One forward pass. ``num_scheduled_tokens`` counts tokens to process, not tokens to generate.
 
-    block_copies: (from, to) of KV blocks that are copied before anything is computed.
+    block_copies: (from, to) of KV blocks of each group of layers that are copied before anything is computed; empty: none.
     scheduled_spec_decode_tokens: request → drafts, which are computed behind its newest token: all its scheduled tokens but
     one. Only in steps in which all requests continue their answers. num_draft_tokens: request → number of drafts that the
     runner proposes behind the tokens of this step. num_compared_tokens: request → number of its newest tokens, those of this
@@ -83,7 +83,7 @@ class SchedulerOutput:
     num_draft_tokens: dict[str, int] = field(default_factory=dict)
     num_compared_tokens: dict[str, int] = field(default_factory=dict)
     finished_req_ids: set[str] = field(default_factory=set)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[list[tuple[int, int]]] = field(default_factory=list)
     structured_output_request_ids: dict[str, int] = field(default_factory=dict)
     grammar_bitmask: NDArray[np.int32] | None = None
     kv_connector_metadata: Any | None = None

@@ -4,7 +4,7 @@ It is chosen by device, the model's needs and installed packages.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -84,6 +84,25 @@ class AttentionStep(Protocol):
         query ``[num_tokens, num_heads, head_dim]``; key, value and cache as in ``store``. Without a cache (the profile
         run) the tokens of a request see only each other; only then key and value are read. Returns the query's shape.
         """
+
+
+@dataclass(frozen=True)
+class GroupedStep:
+    """The steps of layers of which some have block tables of their own.
+
+    others: the steps of these layers. first: that of all other layers.
+    """
+
+    first: AttentionStep
+    others: Mapping[int, AttentionStep]
+
+
+Steps = AttentionStep | GroupedStep
+
+
+def step_of(steps: Steps, layer: int) -> AttentionStep:
+    """Return the step by which a layer attends."""
+    return steps.others.get(layer, steps.first) if isinstance(steps, GroupedStep) else steps
 
 
 class PlannedStep(AttentionStep, Protocol):

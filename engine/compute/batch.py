@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
+from contract.cache_layout import CacheLayout
 from contract.errors import InternalError
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams, choice_seed
@@ -19,11 +20,11 @@ from engine.sampling.logits_processors import NO_TOKENS, SamplingRow
 class RequestState:
     """The runner's state of one request.
 
-    num_tokens: tokens so far, prompt and sampled. num_computed_tokens: those whose KV is in ``block_ids`` before the next
-    step. num_choices: the number of tokens to sample behind the prompt, the first for this request itself. row: its row in
-    the tables, None while others need all rows; ``parked_tokens`` then keeps its tokens. pooling: no token is sampled.
-    pooled_states: float64 ``[hidden_size]``, the sum of the computed tokens' states if their mean is requested, or their
-    largest values if the maximum is.
+    num_tokens: tokens so far, prompt and sampled. block_ids: one list for each group of layers. num_computed_tokens: those
+    whose KV is in these blocks before the next step. num_choices: the number of tokens to sample behind the prompt, the
+    first for this request itself. row: its row in the tables, None while others need all rows; ``parked_tokens`` then keeps
+    its tokens. pooling: no token is sampled. pooled_states: float64 ``[hidden_size]``, the sum of the states of computed
+    tokens if their mean is requested, or their largest values if the maximum is.
     """
 
     req_id: str
@@ -32,7 +33,7 @@ class RequestState:
     num_prompt_tokens: int
     num_tokens: int
     num_computed_tokens: int
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
     num_choices: int = 1
     pooling: PoolingParams | None = None
     pooled_states: NDArray[np.float64] | None = None
@@ -64,6 +65,32 @@ class RequestState:
         return least if self.sampling.end_token_ids(self.eos_token_ids) else 0
 
 
+class BlockTables:
+    """A block table ``[num_rows, max_blocks]`` of int32 for each group of layers; unused cells are 0, the null block."""
+
+    def __init__(self, num_rows: int, max_blocks: int, num_groups: int) -> None:
+        self.tables: list[NDArray[np.int32]] = [
+            np.zeros((num_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)
+        ]
+
+    def clear(self, row: int) -> None:
+        """Remove all blocks of a row."""
+        for table in self.tables:
+            table[row] = 0
+
+    def append(self, state: RequestState, block_ids: Sequence[list[int]]) -> None:
+        """Add blocks behind those that the request has, in each group; groups that are not given get none."""
+        new = [*block_ids, *([] for _ in self.tables[len(block_ids) :])]
+        old = state.block_ids
+        state.block_ids = tuple([*kept, *own] for kept, own in zip(old, new, strict=True))
+        for table, kept, own in zip(self.tables, old, state.block_ids, strict=True):
+            if len(own) > table.shape[1]:
+                raise InternalError(
+                    f"request {state.req_id!r} has {len(own)} blocks; the table has {table.shape[1]}"
+                )
+            table[state.row, len(kept) : len(own)] = own[len(kept) :]
+
+
 class InputBatch:
     """Owns the token table ``[max_num_reqs, max_model_len]`` and the block table ``[max_num_reqs, max_blocks]``.
 
@@ -71,13 +98,20 @@ class InputBatch:
     block_size). A request keeps its row from its first step to its end, unless rows run short: then a request that is not
     scheduled in the step loses its row, and gets another when it runs again. generation: counts all changes except those
     of continuing requests. While it is unchanged, rows are unchanged, and each request has computed what was scheduled last.
+
+    cache: the groups of layers, each of which has a table of its own in ``block_tables``, in their order; None: one group.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_model_len: int, block_size: int, cache: CacheLayout | None = None
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
         self.token_table: NDArray[np.int32] = np.zeros((max_num_reqs, max_model_len), dtype=np.int32)
-        self.block_table: NDArray[np.int32] = np.zeros((max_num_reqs, max_blocks), dtype=np.int32)
+        self.cache = cache
+        self._blocks = BlockTables(max_num_reqs, max_blocks, 1 if cache is None else len(cache.groups))
+        self.block_tables = self._blocks.tables
+        self.block_table = self.block_tables[0]
         self.requests: dict[str, RequestState] = {}
         self.generation = 0
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
@@ -105,9 +139,8 @@ class InputBatch:
                 self._write_tokens(state, tokens)
             if is_resumed:
                 self.generation += 1
-            groups = cached.new_block_ids[index]
-            blocks = groups[0] if groups else []
-            if blocks or is_resumed:
+            blocks = cached.new_block_ids[index]
+            if is_resumed or any(blocks):
                 self._write_blocks(state, blocks, is_replacement=is_resumed)
             state.num_computed_tokens = cached.num_computed_tokens[index]
         self._write_drafts(scheduled.scheduled_spec_decode_tokens)
@@ -192,14 +225,14 @@ class InputBatch:
             num_prompt_tokens=new.num_prompt_tokens,
             num_tokens=0,
             num_computed_tokens=new.num_computed_tokens,
-            block_ids=[],
+            block_ids=tuple([] for _ in self.block_tables),
             num_choices=new.num_choices,
             pooling=new.pooling_params,
         )
         self.requests[new.req_id] = state
         self._seat(state, scheduled)
         self._write_tokens(state, new.prompt_token_ids)
-        self._write_blocks(state, new.block_ids[0], is_replacement=True)
+        self._write_blocks(state, new.block_ids, is_replacement=True)
 
     def _seat(self, state: RequestState, scheduled: dict[str, int]) -> None:
         """Assign the request a row, if necessary that of a request outside this step."""
@@ -234,16 +267,14 @@ class InputBatch:
             start = self.requests[req_id].num_tokens
             self.token_table[self.row_of(req_id), start : start + len(own)] = own
 
-    def _write_blocks(self, state: RequestState, block_ids: Sequence[int], *, is_replacement: bool) -> None:
-        kept = [] if is_replacement else state.block_ids
-        state.block_ids = [*kept, *block_ids]
-        if len(state.block_ids) > self.block_table.shape[1]:
-            raise InternalError(
-                f"request {state.req_id!r} has {len(state.block_ids)} blocks; the table has {self.block_table.shape[1]}"
-            )
+    def _write_blocks(
+        self, state: RequestState, block_ids: Sequence[list[int]], *, is_replacement: bool
+    ) -> None:
         if is_replacement:
-            self.block_table[state.row] = 0
-        self.block_table[state.row, len(kept) : len(state.block_ids)] = block_ids
+            assert state.row is not None, "it is seated"
+            self._blocks.clear(state.row)
+            state.block_ids = tuple([] for _ in self.block_tables)
+        self._blocks.append(state, block_ids)
 
     def _remove(self, req_id: str) -> None:
         state = self.requests.pop(req_id, None)
@@ -255,7 +286,7 @@ class InputBatch:
             return
         self.generation += 1
         self.token_table[state.row] = 0
-        self.block_table[state.row] = 0
+        self._blocks.clear(state.row)
         self._free_rows.append(state.row)
         self._free_rows.sort(reverse=True)
         state.row = None

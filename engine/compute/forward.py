@@ -34,10 +34,12 @@ _LARGE_VOCABULARY = 8192
 class ForwardPass(Protocol):
     """The implementation that a rank computes with. ``close`` it.
 
-    draw: samples tokens at random from its logits.
+    draw: samples tokens at random from its logits. serves_groups: layers may have block tables of their own
+    (``PreparedInputs.others``).
     """
 
     draw: Draw
+    serves_groups: bool
 
     @property
     def runs_ahead(self) -> bool:

@@ -134,6 +134,8 @@ class GraphedForward:
     find_best: finds the best tokens of this rank's logits; of several ranks, those of all ranks' logits.
     """
 
+    serves_groups = False
+
     def __init__(
         self,
         plain: PlainForward,

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, AttentionStep, GroupedStep, Steps
 from engine.compute.inputs import PreparedInputs
 from engine.compute.profiling import reserving_steps
 from engine.compute.staging import on_device
@@ -17,6 +17,8 @@ from engine.sampling.sampler import Draw, Sampling, draw_by_torch
 
 class PlainForward:
     """A model of torch's modules with an attention backend: the reference for every other implementation."""
+
+    serves_groups = True
 
     def __init__(
         self,
@@ -37,11 +39,18 @@ class PlainForward:
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
         """Return the final hidden states; on a GPU they may still be computed."""
-        step = self.backend.plan(inputs, self.block_size, self.device)
+        first = self.backend.plan(inputs, self.block_size, self.device)
+        steps: Steps = first
+        if inputs.others:
+            others: dict[int, AttentionStep] = {}
+            for tables in inputs.others:
+                own = self.backend.plan(inputs.of_group(tables), self.block_size, self.device)
+                others.update(dict.fromkeys(tables.layers, own))
+            steps = GroupedStep(first, others)
         input_ids, positions = on_device([inputs.input_ids, inputs.positions], self.device)
         if inputs.fed is not None:
             input_ids = inputs.fed.to(torch.int32)
-        states: Tensor = self.model(input_ids, positions, step, caches, watch)
+        states: Tensor = self.model(input_ids, positions, steps, caches, watch)
         return states
 
     def begin(

@@ -6,7 +6,8 @@ the tables' contents can be prepared one step ahead (``outline_next``).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,11 +62,22 @@ class Outline:
 
 
 @dataclass(frozen=True)
+class GroupTables:
+    """The blocks of a step's tokens and requests in one group of layers; see PreparedInputs for the tensors."""
+
+    layers: tuple[int, ...]
+    block_numbers: IntVector
+    slot_mapping: IndexVector
+    block_table: IntVector
+
+
+@dataclass(frozen=True)
 class PreparedInputs(Outline):
     """The inputs and attention metadata of one step: its outline and the tables' contents.
 
     Token level: input_ids, block_numbers, slot_mapping (block number × block size + offset: the slot of the token's KV).
-    Request level: block_table ``[num_reqs, blocks of the longest sequence]`` (zero padded).
+    Request level: block_table ``[num_reqs, blocks of the longest sequence]`` (zero padded; zero where no token of the step
+    sees a block). others: the same of the layers that have tables of their own: those of other groups than the first.
     fed: int64 ``[num_reqs]``, the tokens of a step that runs ahead, on the device. Its ``input_ids`` are not known yet.
     """
 
@@ -73,7 +85,18 @@ class PreparedInputs(Outline):
     block_numbers: IntVector
     slot_mapping: IndexVector
     block_table: IntVector
+    others: tuple[GroupTables, ...] = ()
     fed: Tensor | None = None
+
+    def of_group(self, tables: GroupTables) -> "PreparedInputs":
+        """Return the inputs of the layers of one of ``others``."""
+        return replace(
+            self,
+            block_numbers=tables.block_numbers,
+            slot_mapping=tables.slot_mapping,
+            block_table=tables.block_table,
+            others=(),
+        )
 
 
 def prepare_inputs(
@@ -103,13 +126,30 @@ def prepare_inputs(
         )
     num_used = -(-int(outline.seq_lens.max(initial=1)) // batch.block_size)
     block_numbers = batch.block_table.ravel()[outline.block_table_indices]
-    return PreparedInputs(
+    inputs = PreparedInputs(
         **vars(outline),
         input_ids=batch.token_table.ravel()[outline.token_indices],
         block_numbers=block_numbers,
         slot_mapping=block_numbers.astype(np.int64) * batch.block_size + outline.block_offsets,
         block_table=np.take(batch.block_table[:, :num_used], outline.rows, axis=0),
     )
+    if batch.cache is None or batch.cache.is_uniform:
+        return inputs
+    first, *others = map(partial(_tables_of, batch, outline, num_used), range(len(batch.block_tables)))
+    return replace(inputs, block_table=first.block_table, others=tuple(others))
+
+
+def _tables_of(batch: InputBatch, outline: Outline, num_used: int, index: int) -> GroupTables:
+    """Return the tables of a group, without blocks that no token of the step sees: they may be another request's by now."""
+    assert batch.cache is not None, "there are groups"
+    group = batch.cache.groups[index]
+    block_numbers = batch.block_tables[index].ravel()[outline.block_table_indices]
+    block_table = np.take(batch.block_tables[index][:, :num_used], outline.rows, axis=0)
+    if group.window is not None:
+        num_passed = np.maximum(outline.num_computed_tokens - (group.window - 1), 0) // batch.block_size
+        block_table[np.arange(num_used) < num_passed[:, None]] = 0
+    first_slots = block_numbers.astype(np.int64) * batch.block_size
+    return GroupTables(group.layers, block_numbers, first_slots + outline.block_offsets, block_table)
 
 
 def outline_next(batch: InputBatch, step: Outline) -> Outline:

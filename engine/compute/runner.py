@@ -25,7 +25,8 @@ from engine.compute.profiling import null_layers, profile_inputs, warm_up_steps
 from engine.connector import RankConnector, RankConnectorPlan
 from engine.distributed.group import RankGroup, SingleRank, rank_device
 from engine.distributed.token_exchange import join_exchange
-from engine.kv_cache.memory import PagedKVMemory, allocate
+from engine.kv_cache.memory import PagedKVMemory
+from engine.kv_cache.regions import Regions
 from engine.kv_cache.sizing import (
     CudaProbe,
     HostProbe,
@@ -77,11 +78,17 @@ class _Model:
             self.loaded.exchange.close()
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """See ``ModelRunner.get_kv_cache_specs``."""
+        """Return the spec of each layer, without windows if they differ and the forward pass has one table for all."""
         config = self.loaded.config
         sizes = config.num_kv_heads, config.head_dim
         spec = KVCacheSpec(self._settings.block_size, *sizes, self.info.kv_dtype, config.kv_parts)
-        return {f"model.layers.{layer}.self_attn": spec for layer in range(config.num_layers)}
+        windows = config.sliding_windows
+        if len(set(windows)) > 1 and not self.forward.serves_groups:
+            windows = (None,) * config.num_layers
+        return {
+            f"model.layers.{layer}.self_attn": replace(spec, window=window)
+            for layer, window in enumerate(windows)
+        }
 
     def check_reload(self) -> None:
         """Raise SettingError if the folder has another model now, or experts are spread over several engines."""
@@ -137,7 +144,7 @@ class ModelRunner:
         self._settings = settings
         self._probe = probe or (CudaProbe(self.device) if self.device.type == "cuda" else HostProbe())
         self._loaded: _Model | None = None
-        self._memory: PagedKVMemory | None = None
+        self._regions: Regions | None = None
         self._batch: InputBatch | None = None
         self._ahead: Outline | None = None
         self._unread: BegunStep | None = None
@@ -154,8 +161,13 @@ class ModelRunner:
 
     @property
     def memory(self) -> PagedKVMemory:
-        """The pool. Raises InternalError before ``initialize_from_config``."""
-        return _ready(self._memory, "initialize_from_config")
+        """The pool of the first group of layers. Raises InternalError before ``initialize_from_config``."""
+        return self.regions.first
+
+    @property
+    def regions(self) -> Regions:
+        """The memory of all groups. Raises InternalError before ``initialize_from_config``."""
+        return _ready(self._regions, "initialize_from_config")
 
     def load_model(self, *, make_forward: MakeForward | None = None) -> None:
         """Read the checkpoint and put the weights on the device. Raises SettingError for a model that cannot be served.
@@ -189,7 +201,7 @@ class ModelRunner:
         return self.model_info
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Return the spec of each layer on this rank, by layer name, first to last."""
+        """Return the spec of each layer on this rank, by layer name, first to last; see ``_Model``."""
         return self._model.kv_cache_specs()
 
     def determine_available_memory(self) -> int:
@@ -206,26 +218,23 @@ class ModelRunner:
         return available_kv_bytes(self._probe.read(), self._settings)
 
     def initialize_from_config(self, config: KVCacheConfig) -> KVLayout:
-        """Allocate the pool and the tables; called exactly once. Returns the layout."""
+        """Allocate the pools and the tables; called exactly once. Returns the layout of the first group."""
         settings = self._settings
         with naming_memory("the KV pool", "kv_cache_bytes"):
-            (group,) = config.cache.groups
-            (num_blocks,) = config.num_blocks
-            self._memory = allocate(group.layout, num_blocks, self.device)
-        most = min(self.model_info.max_model_len, num_blocks * settings.block_size)
-        self._batch = InputBatch(settings.max_num_seqs, most, settings.block_size)
-        return group.layout
+            self._regions = Regions(config, self.device)
+        most = config.max_length(self.model_info.max_model_len)
+        self._batch = InputBatch(settings.max_num_seqs, most, settings.block_size, config.cache)
+        return self.memory.layout
 
     def warm_up(self) -> None:
         """Run the steps of a dummy request in the null block, which is zeroed again, and capture graphs."""
-        pool = self.memory.pool
         assert self._batch is not None, "it comes with the memory"
         max_length = self._batch.token_table.shape[1]
         for scheduled in warm_up_steps(self.model_info, self._settings.max_num_batched_tokens, max_length):
             self.execute_model(scheduled)
-        pool[0] = 0  # the warm-up wrote there, and padded rows read zeros of it
+        self.regions.clear_null_blocks()  # the warm-up wrote there, and padded rows read zeros of it
         with naming_memory("the last of the CUDA graphs", "gpu_memory_reserve_bytes"):
-            self._model.forward.capture(self.memory.layers)
+            self._model.forward.capture(self.regions.layers)
 
     def set_connector(self, rank: RankConnector) -> None:
         """Set the rank's half of the connector and start it on the pool. One that does not start is closed."""
@@ -255,9 +264,7 @@ class ModelRunner:
         by the one token that this one samples: that token does not leave the device.
         """
         model = self._model
-        memory = self.memory
-        batch = self._batch
-        assert batch is not None, "it comes with the memory"
+        batch = _ready(self._batch, "initialize_from_config")
         # The step before still runs: its sampling is launched now, so that its tokens feed this step on the device.
         unread = self._unread
         if unread is not None:
@@ -265,7 +272,7 @@ class ModelRunner:
             self._ahead = unread.next_outline
         batch.update(scheduled)
         if scheduled.block_copies:
-            memory.copy_blocks(scheduled.block_copies)  # before the pass, which writes into the copies
+            self.regions.copy_blocks(scheduled.block_copies)  # before the pass, which writes into the copies
         metadata = scheduled.kv_connector_metadata
         begun = None
         if scheduled.total_num_scheduled_tokens > 0:
@@ -278,7 +285,7 @@ class ModelRunner:
             # Only such a step may end without results: it is cheap to compute again, and publishes nothing.
             is_cheap = scheduled.is_decode_only and metadata is None
             with torch.inference_mode():
-                states = model.forward.begin(inputs, memory.layers, watch, may_be_interrupted=is_cheap)
+                states = model.forward.begin(inputs, self.regions.layers, watch, may_be_interrupted=is_cheap)
             begun = BegunStep(scheduled, batch, inputs, watch, states, model.sampler, model.prompt_logprobs)
         self._unread = begun
         return partial(self._finish, scheduled, begun)
@@ -295,7 +302,7 @@ class ModelRunner:
             if is_newest:
                 self._ahead = begun.next_outline
             # What transfers wait for before they read blocks of this step.
-            self.memory.mark_computed()
+            self.regions.mark_computed()
         if self._connector is not None:
             if scheduled.kv_connector_metadata is not None:
                 self._connector.execute(scheduled.kv_connector_metadata)
@@ -307,7 +314,7 @@ class ModelRunner:
     def execute_dummy_batch(self) -> None:
         """Make a forward pass of one token in the null block, so that other ranks with tokens can make theirs."""
         with torch.inference_mode():
-            self._model.forward.begin(profile_inputs([1]), self.memory.layers)()
+            self._model.forward.begin(profile_inputs([1]), self.regions.layers)()
 
     def interrupt(self) -> None:
         """End the running step without results, from any thread, if it holds only answers and has no connector's orders."""
@@ -320,8 +327,8 @@ class ModelRunner:
             self._connector.close()
         if self._loaded is not None:
             self._loaded.close()
-        if self._memory is not None:
-            self._memory.close()
+        if self._regions is not None:
+            self._regions.close()
         self._group.close()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionStep, LayerShape
+from engine.attention.backend import LayerShape, Steps, step_of
 from engine.connector import LayerWatch
 from engine.fused.rows import HeadNorms, Heads, add_rms_norm, rotated_heads, silu_and_mul
 from engine.fused.small_batch import Norm, SmallBatch
@@ -91,7 +91,7 @@ class FusedDecoder(LanguageModel):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        step: AttentionStep,
+        step: Steps,
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
     ) -> Tensor:
@@ -102,11 +102,12 @@ class FusedDecoder(LanguageModel):
         residual = Residual(states, self._config.rms_norm_eps, self._small_batch)
         for index, layer in enumerate(self._layers):
             cache = None if caches is None else caches[index]
+            own_step = step_of(step, index)
             packed = residual.multiplied(layer.qkv, layer.input_norm)
-            query, key, value = rotated_heads(layer.heads, packed, turn, step, cache)
+            query, key, value = rotated_heads(layer.heads, packed, turn, own_step, cache)
             if watch is not None:
                 watch.on_stored(index + 1)
-            mixed = step.attend(layer.shape, query, key, value, cache)
+            mixed = own_step.attend(layer.shape, query, key, value, cache)
             residual.add(layer.output, mixed.flatten(-2))
             residual.add(layer.down, residual.gated(layer.gate_up, layer.mlp_norm))
         return residual.normed(decoder.norm.weight)

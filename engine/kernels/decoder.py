@@ -47,6 +47,8 @@ class KernelDecoder:
     The result of a token's row does not depend on other rows, bit for bit.
     """
 
+    serves_groups = False
+
     def __init__(
         self,
         model: CausalLM,

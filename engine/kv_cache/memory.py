@@ -1,5 +1,7 @@
 """The pool of KV blocks: one tensor, whose blocks are read and written as bytes by transfers between processes.
 
+A model with several groups of layers has a pool for each of them, all in one allocation (``engine.kv_cache.regions``).
+
 ``[num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim]``, zeroed: one block is one contiguous piece, and a
 layer's tensor is a view. The parts are key and value, or one latent row. Block 0 is the null block; it stays zero.
 
@@ -174,22 +176,42 @@ class PagedKVMemory(ABC):
         return block_id
 
 
-class MappedKVMemory(PagedKVMemory):
-    """The pool in host memory: an anonymous file (memfd) that another process may map, else private pages.
+class HostPages:
+    """Zeroed host memory: an anonymous file (memfd) that another process may map, else private pages.
 
-    memfd: the file's descriptor, None if the system has none. The views are the pool itself; pool_view is all of it.
+    memfd: the file's descriptor, None if the system has none, and after ``close``.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        num_bytes = num_blocks * layout.block_bytes
+    def __init__(self, num_bytes: int) -> None:
+        self.memfd: int | None = None
         if hasattr(os, "memfd_create"):
             self.memfd = os.memfd_create(_POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.memfd, num_bytes)
         # Faulted in now (a second per GiB): the first write to a page costs five copies, for which a request would wait.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self._bytes = mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes, flags=flags)
-        self.pool_view: memoryview = memoryview(self._bytes)
-        flat = torch.frombuffer(self._bytes, dtype=TORCH_DTYPES[layout.dtype])
+        self.view = memoryview(mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes, flags=flags))
+
+    def close(self) -> None:
+        """Close the file; the pages go when the last view does. May be called twice."""
+        if self.memfd is not None:
+            os.close(self.memfd)
+            self.memfd = None
+
+
+class MappedKVMemory(PagedKVMemory):
+    """The pool in host memory. The views are the pool itself; pool_view is all of it.
+
+    pages, start: where it lies, from this byte on; None: in pages of its own. memfd: the file of all these pages.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, pages: HostPages | None = None, start: int = 0
+    ) -> None:
+        num_bytes = num_blocks * layout.block_bytes
+        self._pages = pages or HostPages(num_bytes)
+        self.memfd = self._pages.memfd
+        self.pool_view: memoryview = self._pages.view[start : start + num_bytes]
+        flat = torch.frombuffer(self.pool_view, dtype=TORCH_DTYPES[layout.dtype])
         super().__init__(layout, num_blocks, flat.view(num_blocks, *layout.shape))
 
     def read_view(self, block_id: int) -> memoryview:
@@ -209,10 +231,9 @@ class MappedKVMemory(PagedKVMemory):
         return _AT_ONCE
 
     def close(self) -> None:
-        """See PagedKVMemory; the pages go when the last view does."""
-        if self.memfd is not None:
-            os.close(self.memfd)
-            self.memfd = None
+        """See PagedKVMemory and ``HostPages.close``."""
+        self._pages.close()
+        self.memfd = None
 
 
 class PinnedRow:
@@ -240,11 +261,16 @@ class StagedKVMemory(PagedKVMemory):
     """The pool on a device, reached through copies in host memory, or written by a library that reaches the device itself.
 
     Implements ``engine.connector.DevicePool``. Copies and digests run on a stream of their own, which
-    does not wait for the kernels of a step: a request waits for its KV.
+    does not wait for the kernels of a step: a request waits for its KV. flat: the zeroed bytes of the pool on the device;
+    None: they are allocated.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
-        pool = torch.zeros(num_blocks, *layout.shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, flat: Tensor | None = None
+    ) -> None:
+        if flat is None:
+            flat = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=device)
+        pool = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.shape)
         super().__init__(layout, num_blocks, pool)
         self._rows = self.pool.view(num_blocks, -1).view(torch.uint8)
         self._copies = _cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None

@@ -60,6 +60,15 @@ class KVCacheConfig:
         sizes = (group.layout.block_bytes for group in self.cache.groups)
         return sum(map(mul, self.num_blocks, sizes))
 
+    def max_length(self, max_model_len: int) -> int:
+        """Return the tokens of the longest text that fits, ``max_model_len`` at most; windows fit a text of any length."""
+        first = self.cache.groups[0]
+        return (
+            max_model_len
+            if first.window
+            else min(max_model_len, self.num_blocks[0] * first.layout.block_size)
+        )
+
 
 def block_bytes(specs: Mapping[str, KVCacheSpec]) -> int:
     """Return the bytes of one block over all layers."""

@@ -98,6 +98,7 @@ class ModelShape:
     """The dimensions of a decoder that the engine needs: vocabulary, KV heads and number of positions.
 
     kv_parts: what a layer caches of each token and KV head (``KVLayout``); head_dim: the numbers of one part.
+    sliding_windows: per layer, the number of tokens that a token sees, itself included; None is all.
     """
 
     vocab_size: int
@@ -106,6 +107,7 @@ class ModelShape:
     head_dim: int
     max_position_embeddings: int
     kv_parts: tuple[str, ...] = field(default=KEY_VALUE, kw_only=True)
+    sliding_windows: tuple[int | None, ...] = field(kw_only=True)
 
     def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the axes of one layer's part of a pool."""
@@ -132,8 +134,7 @@ class DecoderConfig(ModelShape):
     """A decoder of the Llama family, with the variations of the related families.
 
     qkv_bias, output_bias: biases of the q/k/v and of the output projection. qk_norm: RMSNorm over each head's query
-    and key (Qwen3). sliding_windows: per layer, the number of tokens that a token sees, itself included; None is all.
-    experts: those of each layer that has them instead of an MLP, which are the ``sparse_layers``.
+    and key (Qwen3). experts: those of each layer that has them instead of an MLP, which are the ``sparse_layers``.
     """
 
     hidden_size: int
@@ -142,7 +143,6 @@ class DecoderConfig(ModelShape):
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
-    sliding_windows: tuple[int | None, ...]
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contract.errors import InternalError
-from engine.attention.backend import AttentionStep, LayerShape
+from engine.attention.backend import AttentionStep, LayerShape, Steps, step_of
 from engine.connector import LayerWatch
 from engine.distributed.group import RankGroup
 from engine.models.config import DecoderConfig, Head, RopeConfig
@@ -207,7 +207,7 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        step: AttentionStep,
+        step: Steps,
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
     ) -> Tensor:
@@ -219,7 +219,8 @@ class Decoder(nn.Module):
         turn = self.rotation(positions, states.dtype)
         for index, layer in enumerate(self.layers):
             stored = None if watch is None else partial(watch.on_stored, index + 1)
-            states = layer(states, turn, step, None if caches is None else caches[index], stored)
+            cache = None if caches is None else caches[index]
+            states = layer(states, turn, step_of(step, index), cache, stored)
         normed: Tensor = self.norm(states)
         return normed
 
@@ -241,7 +242,7 @@ class CausalLM(LanguageModel):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        step: AttentionStep,
+        step: Steps,
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
     ) -> Tensor:

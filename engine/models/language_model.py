@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.attention.backend import AttentionStep
+from engine.attention.backend import Steps
 from engine.connector import LayerWatch
 
 
@@ -23,7 +23,7 @@ class LanguageModel(nn.Module, ABC):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        step: AttentionStep,
+        step: Steps,
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
     ) -> Tensor:

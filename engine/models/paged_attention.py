@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from contract.errors import InternalError
 from contract.layout import KEY_VALUE, LATENT
-from engine.attention.backend import AttentionStep, LayerShape
+from engine.attention.backend import LayerShape, Steps, step_of
 from engine.connector import LayerWatch
 from engine.models.config import ModelShape, unserved
 from engine.models.latent_attention import LatentProjection, find_latent
@@ -96,7 +96,7 @@ def remove_temperatures(model: nn.Module) -> dict[int, Temperature]:
 
 @dataclass(frozen=True)
 class _Running:
-    step: AttentionStep
+    step: Steps
     caches: Sequence[Tensor] | None
     watch: LayerWatch | None
     positions: Tensor
@@ -118,7 +118,7 @@ class PagedAttention:
     @contextmanager
     def during(
         self,
-        step: AttentionStep,
+        step: Steps,
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None,
         positions: Tensor,
@@ -134,7 +134,7 @@ class PagedAttention:
         """Store the tokens' KV, notify the watch, and attend over the tokens that each may see."""
         if self._running is None:
             raise InternalError("a layer attends while no step runs")
-        step = self._running.step
+        step = step_of(self._running.step, call.layer)
         caches = self._running.caches
         cache = None if caches is None else caches[call.layer]
         query = call.query
@@ -204,7 +204,21 @@ class Survey:
         if len(shapes) > 1:
             raise unserved(self._architecture, f"{UNEQUAL}: {sorted(shape[1:] for shape in shapes)}")
         parts, num_kv_heads, head_dim = shapes.pop()
-        return ModelShape(vocab_size, num_layers, num_kv_heads, head_dim, num_positions, kv_parts=parts)
+        return ModelShape(
+            vocab_size,
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            num_positions,
+            kv_parts=parts,
+            sliding_windows=tuple(map(self._window_of, self._calls)),
+        )
+
+    def _window_of(self, call: LayerCall) -> int | None:
+        """Return how many tokens a token of the layer sees at most: a chunk is no longer than a window of its size."""
+        reach = self.reaches.get(call.layer, {})
+        window: int | None = reach.get("sliding_window") or reach.get("chunk_size")
+        return call.shape.sliding_window or window
 
 
 def _cached_shape(call: LayerCall) -> tuple[tuple[str, ...], int, int]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contract.errors import SettingError
-from engine.attention.backend import AttentionStep, LayerShape
+from engine.attention.backend import AttentionStep, LayerShape, Steps, step_of
 from engine.connector import LayerWatch
 from engine.distributed.group import RankGroup
 from engine.models.config import Head
@@ -84,13 +84,13 @@ class ScriptedModel(LanguageModel):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        step: AttentionStep,
+        step: Steps,
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
     ) -> Tensor:
         """See LanguageModel. The hidden state is the code of the next token, zeros for ``lost``."""
-        turns, is_clean = self._turns(input_ids, positions, _Layer(0, step, caches, watch))
-        code = self._read(turns, input_ids, positions, _Layer(1, step, caches, watch))
+        turns, is_clean = self._turns(input_ids, positions, _Layer(0, step_of(step, 0), caches, watch))
+        code = self._read(turns, input_ids, positions, _Layer(1, step_of(step, 1), caches, watch))
         is_clean = is_clean & (code.abs() > _CLEAN).all(-1)
         return code * is_clean[:, None]
 

@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 
 from contract.errors import SettingError
 from contract.sampling import SamplingParams
-from engine.attention.backend import AttentionStep, create_backend
+from engine.attention.backend import Steps, create_backend
 from engine.compute.batch import InputBatch
 from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.connector import LayerWatch
@@ -162,7 +162,7 @@ class TransformersModel(LanguageModel):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        step: AttentionStep,
+        step: Steps,
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
     ) -> Tensor:

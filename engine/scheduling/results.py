@@ -35,7 +35,7 @@ def _finish_of_dismissed(choice: Request, first: Request) -> Finish | None:
 class Results:
     """Applies what was computed, or received, to the requests.
 
-    block_copies: (from, to) of blocks that the runner must copy before it computes anything else; they are not ordered yet.
+    block_copies: (from, to) of blocks of each group to be copied before anything else is computed; they are not ordered yet.
     drafting: what learns from drafts; None unless the engine speculates.
     """
 
@@ -50,7 +50,7 @@ class Results:
         clock: Callable[[], float],
         drafting: Drafting | None,
     ) -> None:
-        self.block_copies: list[tuple[int, int]] = []
+        self.block_copies: list[list[tuple[int, int]]] = []
         self._live = live
         self._pool = pool
         self._queues = queues
@@ -203,7 +203,8 @@ class Results:
         own = self._pool.allocate(fork.key, num_new, shared)
         fork.num_indexed_blocks = first.num_indexed_blocks
         if num_rest:
-            self.block_copies.append((table[num_full], own[num_full]))
+            self.block_copies = self.block_copies or [[]]
+            self.block_copies[0].append((table[num_full], own[num_full]))
         self._queues.arrived.add(fork)
 
     def _emit(

@@ -206,7 +206,7 @@ def test_the_mask_must_match_what_the_attention_declares(masked: int | None, nam
     survey = Survey("OurForCausalLM")
     if masked == named:
         survey.attend(call)
-        assert survey.result(1, 9, 7) == ModelShape(9, 1, 1, 4, 7)
+        assert survey.result(1, 9, 7) == ModelShape(9, 1, 1, 4, 7, sliding_windows=(named,))
     else:
         with pytest.raises(SettingError, match=rf"OurForCausalLM is not served: .* \({named}\)"):
             survey.attend(call)

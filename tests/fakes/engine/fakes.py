@@ -107,7 +107,7 @@ class FakeRunner:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
         for key in scheduled.finished_req_ids:
             del self._sequences[key]
-        self.memory.copy_blocks(scheduled.block_copies)
+        self.memory.copy_blocks([pair for own in scheduled.block_copies for pair in own])
         starts = self._update(scheduled)
         kinds = {self._is_decode(scheduled, key, start) for key, start in starts.items()}
         self.num_mixed_steps += {True, False} <= kinds

@@ -1,0 +1,75 @@
+"""The memory of a KV cache: a region for each group of layers, one behind the other in one allocation.
+
+A region is a pool with blocks of its group's layers, which it numbers by itself; its block 0 is its null block.
+"""
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from contract.cache_layout import CacheLayout
+from engine.connector import Computed
+from engine.kv_cache.memory import HostPages, MappedKVMemory, PagedKVMemory, StagedKVMemory, allocate
+from engine.kv_cache.startup import KVCacheConfig
+
+
+class Regions:
+    """Owns the regions of one rank.
+
+    first: the region of the first group, which is all of it if each layer keeps all tokens. layers: of each layer of the
+    model, its part of its region, ``[num_blocks, parts, num_kv_heads, block_size, head_dim]``.
+    """
+
+    def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
+        self.cache: CacheLayout = config.cache
+        self.regions = _allocate(config, device)
+        self.first = self.regions[0]
+        self.layers = self.first.layers
+        if len(self.regions) > 1:
+            by_layer: dict[int, Tensor] = {}
+            for group, region in zip(config.cache.groups, self.regions, strict=True):
+                by_layer.update(zip(group.layers, region.layers, strict=True))
+            self.layers = [by_layer[layer] for layer in sorted(by_layer)]
+
+    def copy_blocks(self, copies: Sequence[list[tuple[int, int]]]) -> None:
+        """Copy whole blocks in each group, (from, to); see ``PagedKVMemory.copy_blocks``."""
+        for region, pairs in zip(self.regions, copies, strict=True):
+            if pairs:
+                region.copy_blocks(pairs)
+
+    def clear_null_blocks(self) -> None:
+        """Clear block 0 of each region, to which a step has written."""
+        for region in self.regions:
+            region.pool[0] = 0
+
+    def mark_computed(self) -> Computed:
+        """See PagedKVMemory: of all regions, since a step launches its work on one stream."""
+        marks = [region.mark_computed() for region in self.regions]
+        return marks[0]
+
+    def close(self) -> None:
+        """Free the memory."""
+        for region in self.regions:
+            region.close()
+
+
+def _allocate(config: KVCacheConfig, device: torch.device) -> list[PagedKVMemory]:
+    layouts = [group.layout for group in config.cache.groups]
+    if len(layouts) == 1:
+        return [allocate(layouts[0], config.num_blocks[0], device)]
+    regions: list[PagedKVMemory] = []
+    sizes = [number * layout.block_bytes for number, layout in zip(config.num_blocks, layouts, strict=True)]
+    starts = [0]
+    for size in sizes:  # at the start of a page, so that a region can be mapped alone
+        starts.append(starts[-1] + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    if device.type == "cpu":
+        pages = HostPages(starts[-1])
+        for layout, number, start in zip(layouts, config.num_blocks, starts, strict=False):
+            regions.append(MappedKVMemory(layout, number, pages, start))
+        return regions
+    flat = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+    for layout, number, start, size in zip(layouts, config.num_blocks, starts, sizes, strict=False):
+        regions.append(StagedKVMemory(layout, number, device, flat[start : start + size]))
+    return regions
