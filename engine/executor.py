@@ -15,6 +15,7 @@ from engine.connector import RanksConnector
 from engine.distributed.messages import MethodTypes, arguments_of
 from engine.distributed.rank_pool import RankPool
 from engine.kv_cache.sizing import MemoryProbe
+from engine.kv_cache.startup import KVCacheConfig
 from engine.kv_tiers.orders import TierOrder
 from engine.kv_tiers.rank_tiers import open_tiers
 from engine.kv_tiers.storage import TierStorage
@@ -34,6 +35,11 @@ class Executor(Protocol):
     @property
     def layout(self) -> KVLayout:
         """The shape of a block. Raises InternalError before the KV start-up."""
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig | None:
+        """The allocation of the KV start-up; None: blocks of ``layout`` alone."""
+        return None
 
     def collective_rpc(self, method: str, *args: Any, **named: Any) -> list[Any]:
         """Call a method of ``ModelRunner`` on every rank, with arguments by position or name; results in rank order."""
@@ -104,6 +110,11 @@ class InProcessExecutor(Executor):
         """See Executor."""
         return self.runner.memory.layout
 
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """See Executor."""
+        return self.runner.regions.config
+
     def collective_rpc(self, method: str, *args: Any, **named: Any) -> list[Any]:
         """See Executor. Raises InternalError for a method that the runner does not have, or arguments that do not fit it."""
         function = None if method.startswith("_") else getattr(self.runner, method, None)
@@ -161,7 +172,7 @@ class RanksExecutor(Executor):
     def __init__(self, settings: EngineSettings) -> None:
         self._step_seconds = settings.rank_timeout_seconds + _STEP_MARGIN_SECONDS
         self._types = MethodTypes()
-        self._layout: KVLayout | None = None
+        self._config: KVCacheConfig | None = None
         self._connector: RanksConnector | None = None
         self._tiers: TierGroup | None = None
         self._num_begun = 0
@@ -183,9 +194,14 @@ class RanksExecutor(Executor):
     @property
     def layout(self) -> KVLayout:
         """See Executor; it has one rank's share of the heads."""
-        if self._layout is None:
+        if self._config is None:
             raise InternalError("the executor was used before initialize_from_config")
-        return self._layout
+        return self._config.cache.groups[0].layout
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig | None:
+        """See Executor."""
+        return self._config
 
     @property
     def pids(self) -> list[int]:
@@ -204,7 +220,7 @@ class RanksExecutor(Executor):
             self._types.decode_value(method, answer.value) for answer in answers if answer.value is not None
         ]
         if method == "initialize_from_config":
-            self._layout = values[0]
+            self._config = args[0] if args else named["config"]
         if method == "reload_weights":
             self._model_info = values[0]
         return values

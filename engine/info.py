@@ -2,6 +2,7 @@
 
 import msgspec
 
+from contract.cache_layout import CacheGroup
 from contract.layout import KVLayout, Side
 
 
@@ -12,6 +13,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokens. layout: of one of ``num_ranks`` ranks. control_address: "host:port" of the connector's control link; empty
     without a connector. has_head: False for a model that computes embeddings only. num_kv_heads: see ``Side``.
     device: "cpu", or "cuda:N" of the first rank. model: the model's folder.
+    groups, group_blocks: the groups of layers, and the number of blocks of each, if not each layer keeps all tokens. Then
+    layout and num_blocks are those of the first group.
     """
 
     vocab_size: int
@@ -27,6 +30,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int = 0
     device: str = "cpu"
     model: str = ""
+    groups: tuple[CacheGroup, ...] = ()
+    group_blocks: tuple[int, ...] = ()
 
     @property
     def side(self) -> Side:

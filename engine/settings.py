@@ -29,6 +29,8 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
     """HOST:PORT of the store at which the group's collectives find each other."""
     data_parallel_host: str = "127.0.0.1"
     """Host on which the other engines of the group reach this one's collectives."""
+    keeps_all_tokens: bool = False
+    """Layers with a window keep the KV of all tokens, as each layer of an engine with a connector does."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0)
     """Silence of a rank within a step, after which the engine ends."""
 

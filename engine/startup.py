@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from contract.cache_layout import CacheLayout
 from contract.errors import SettingError
 from engine.connecting import EngineConnector
 from engine.info import EngineInfo
 from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.interface import SchedulerInterface
 from engine.scheduling.live_requests import Limits
 from engine.scheduling.scheduler import Scheduler
@@ -39,10 +41,20 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
     """Load the weights on all ranks, then allocate the KV cache. Raises SettingError for what cannot be served."""
     # Imported here, so that a process that only talks to an engine never loads torch.
     from engine.executor import create_executor
+    from engine.kv_cache.sizing import Workload
     from engine.kv_cache.startup import initialize_kv_cache
 
     executor = create_executor(settings)
-    num_blocks, _ = initialize_kv_cache(executor)
+    workload = None
+    why_whole = ""
+    if settings.keeps_all_tokens:
+        why_whole = "a connector hands over one kind of blocks"
+    elif settings.host_kv_bytes or settings.disk_kv_dir is not None:
+        why_whole = "KV tiers store one kind of blocks"
+    else:
+        length = executor.model_info.max_model_len
+        workload = Workload(length, settings.max_num_batched_tokens, settings.max_num_seqs)
+    num_blocks, _ = initialize_kv_cache(executor, workload=workload, why_whole=why_whole)
     return executor, num_blocks
 
 
@@ -63,7 +75,10 @@ def describe_engine(
         size = settings.tensor_parallel_size
         device = str(rank_device(device, torch.cuda.device_count(), 0, size))
     max_model_len = model.max_model_len
+    config = executor.kv_cache_config
     capacity = (num_blocks - 1) * settings.block_size  # block 0 is the null block
+    if config is not None and config.cache.groups[0].window is not None:
+        capacity = max_model_len  # what windows have passed is not kept
     if max_model_len > capacity:
         needed = f"{max_model_len} tokens need more than the {capacity} that the KV cache holds"
         # The model's own length is lowered, but one that was set must fit.
@@ -87,6 +102,8 @@ def describe_engine(
         control_address=control_address,
         device=device,
         model=str(settings.model),
+        groups=() if config is None or config.cache.is_uniform else config.cache.groups,
+        group_blocks=() if config is None or config.cache.is_uniform else config.num_blocks,
     )
 
 
@@ -105,12 +122,18 @@ def create_scheduler(
     stages: Sequence[WaitStage],
     clock: Callable[[], float],
 ) -> SchedulerInterface:
-    """Return the scheduler of an engine, with a pool of its blocks."""
-    pool = BlockPool(
-        info.num_blocks, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
+    """Return the scheduler of an engine, with pools of its blocks."""
+    groups = info.groups or CacheLayout.of(info.layout, [None] * info.layout.num_layers).groups
+    pools = CachePools(
+        groups,
+        [
+            BlockPool(number, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching)
+            for number in info.group_blocks or (info.num_blocks,)
+        ],
+        settings.max_num_batched_tokens,
     )
     limits = Limits.of(
-        pool, info.max_model_len, info.vocab_size, info.model_fingerprint, settings.max_prompt_tokens
+        pools, info.max_model_len, info.vocab_size, info.model_fingerprint, settings.max_prompt_tokens
     )
     if limits.max_prompt_tokens is not None and limits.max_prompt_tokens < limits.max_length:
         logger.warning(
@@ -121,9 +144,9 @@ def create_scheduler(
         )
     return Scheduler(
         settings,
-        pool,
+        pools,
         limits,
-        remote_kv=connector.remote_kv(pool, limits.max_length, settings.remote_kv_timeout_seconds),
+        remote_kv=connector.remote_kv(pools.first, limits.max_length, settings.remote_kv_timeout_seconds),
         grammars=grammars,
         stages=stages,
         clock=clock,

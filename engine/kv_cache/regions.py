@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from contract.cache_layout import CacheLayout
 from engine.connector import Computed
 from engine.kv_cache.memory import HostPages, MappedKVMemory, PagedKVMemory, StagedKVMemory, allocate
 from engine.kv_cache.startup import KVCacheConfig
@@ -23,7 +22,7 @@ class Regions:
     """
 
     def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
-        self.cache: CacheLayout = config.cache
+        self.config = config
         self.regions = _allocate(config, device)
         self.first = self.regions[0]
         self.layers = self.first.layers

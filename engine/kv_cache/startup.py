@@ -126,15 +126,21 @@ class RankGroup(Protocol):
 
 
 def initialize_kv_cache(
-    ranks: RankGroup, clock: Callable[[], float] = time.monotonic, workload: Workload | None = None
+    ranks: RankGroup,
+    clock: Callable[[], float] = time.monotonic,
+    workload: Workload | None = None,
+    why_whole: str = "",
 ) -> tuple[int, int]:
     """Start the KV cache of all ranks; return (device blocks, host blocks), the latter always 0.
 
-    workload: see ``make_config``; with several groups, the number of blocks is that of the first one. The time of each step
-    is logged, and then that of all together. Raises SettingError if fewer than two blocks fit.
+    workload: see ``make_config``; with several groups, the number of blocks is that of the first one. why_whole: why there
+    is none. The time of each step is logged, and then that of all together. Raises SettingError if fewer than two blocks
+    fit.
     """
     started_at = clock()
     specs = _timed("1/5 specs", clock, lambda: ranks.collective_rpc("get_kv_cache_specs"))
+    if workload is None and why_whole and any(spec.window for of_rank in specs for spec in of_rank.values()):
+        logger.info("layers with a window keep the KV of all tokens: %s", why_whole)
     available = _timed(
         "2/5 available memory", clock, lambda: ranks.collective_rpc("determine_available_memory")
     )

@@ -16,8 +16,8 @@ def debug_state(scheduler: SchedulerState) -> dict[str, Any]:
     swapped = scheduler.swapped_requests()
     sequences = (SequenceStatus.of(one.status, is_swapped=one in swapped) for one in requests)
     return {
-        "blocks": scheduler.pool.count_by_state(),
-        "holders": scheduler.pool.holders(),
+        "blocks": scheduler.pools.count_by_state(),
+        "holders": scheduler.pools.holders(),
         "leases": sorted(scheduler.remote_kv.sender.leases),
         "requests": dict(Counter(one.status.name for one in requests)),
         "sequences": dict(Counter(status.name for status in sequences)),
@@ -32,7 +32,7 @@ def counters(scheduler: SchedulerState) -> dict[str, float]:
     """
     totals = scheduler.totals
     stats = scheduler.make_stats()
-    states = scheduler.pool.count_by_state().items()
+    states = scheduler.pools.count_by_state().items()
     tiers = scheduler.remote_kv.tiers
     of_transfers: dict[str, float] = {}
     if (connector := scheduler.get_kv_connector()) is not None:
@@ -82,13 +82,13 @@ def check_integrity(scheduler: SchedulerState) -> None:
     pool = scheduler.pool
     queues = scheduler.queues
     live = scheduler.live
-    pool.check_integrity()
+    scheduler.pools.check_integrity()
     live.index.check_integrity()
     assert sorted(live.index.keys) == sorted(scheduler.requests)
     leases = map(lease_holder, scheduler.remote_kv.sender.leases)
     tiers = scheduler.remote_kv.tiers
     copies = tiers.holders if tiers is not None else []
-    assert set(pool.holders()) <= {*scheduler.requests, *leases, *copies}
+    assert set(scheduler.pools.holders()) <= {*scheduler.requests, *leases, *copies}
     all_queues = (queues.running, queues.waiting, queues.arrived)
     queued = [request.key for queue in all_queues for request in queue]
     assert sorted([*queued, *scheduler.waits.keys]) == sorted(scheduler.requests)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from contract.errors import InvalidRequestError, NotFoundError
 from contract.outputs import TokenLogprobs
 from contract.requests import EngineRequest, HandOff
-from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.remote_kv import RemoteKV
 from engine.scheduling.requests.finish import HANDED_OFF, Finish
 from engine.scheduling.requests.outbox import Outbox
@@ -36,15 +37,16 @@ class Limits:
     @classmethod
     def of(
         cls,
-        pool: BlockPool,
+        pools: CachePools,
         max_model_len: int,
         vocab_size: int,
         model_fingerprint: str,
         max_prompt_tokens: int | None = None,
     ) -> "Limits":
-        """Return the limits of an engine with this pool; the model's own length is ``max_model_len``."""
-        max_length = min(max_model_len, pool.num_usable_blocks * pool.block_size)
-        return cls(max_length, pool.num_usable_blocks, vocab_size, model_fingerprint, max_prompt_tokens)
+        """Return the limits of an engine with these pools; the model's own length is ``max_model_len``."""
+        max_length = pools.max_length(max_model_len)
+        num_blocks = blocks_needed(max_length, pools.block_size)
+        return cls(max_length, num_blocks, vocab_size, model_fingerprint, max_prompt_tokens)
 
     def why_impossible(self, request: Request) -> str | None:
         """Return why the request can never run in this engine; None if it can."""
@@ -84,7 +86,7 @@ class LiveRequests:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pools: CachePools,
         queues: BatchQueues,
         waits: Waits,
         remote_kv: RemoteKV,
@@ -97,7 +99,7 @@ class LiveRequests:
         self.has_changes = False
         self.outbox = outbox
         self.deadlines = deadlines
-        self._pool = pool
+        self._pools = pools
         self._queues = queues
         self._waits = waits
         self._remote_kv = remote_kv
@@ -106,7 +108,7 @@ class LiveRequests:
         """Raise InvalidRequestError for a key or a transfer that is in use; see also ``SenderStage.check``."""
         is_live = any(key in self.by_key for key in engine_request.keys)
         is_lent = engine_request.key in self._remote_kv.sender.leases
-        if is_live or is_lent or self._pool.is_quarantined(engine_request.key):
+        if is_live or is_lent or self._pools.first.is_quarantined(engine_request.key):
             raise InvalidRequestError(
                 f"request {engine_request.key} is here already; a replay needs a higher attempt"
             )
@@ -136,7 +138,7 @@ class LiveRequests:
         # A wait or a lease may own its blocks: a read may still write into them, or another worker reads them.
         is_released = self._waits.give_up(request) or self._remote_kv.sender.abandon(request, finish)
         if not is_released:
-            self._pool.free(request.key)
+            self._pools.free(request.key)
         self._queues.remove(request)
         del self.by_key[request.key]
         self.index.discard(request.key)

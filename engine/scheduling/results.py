@@ -12,7 +12,8 @@ from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken, Received
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batch.drafting import Drafting
-from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.blocks.cache_pools import Blocks, CachePools
 from engine.scheduling.live_requests import Limits, LiveRequests
 from engine.scheduling.remote_kv import RemoteKV
 from engine.scheduling.requests.finish import ABORTED, HANDED_OVER, Finish, RequestStatus
@@ -32,6 +33,15 @@ def _finish_of_dismissed(choice: Request, first: Request) -> Finish | None:
     return ABORTED if choice.engine_request.choice in first.dismissed else None
 
 
+def _with_copy(
+    copies: list[list[tuple[int, int]]], tables: Blocks, own: Blocks, place: int
+) -> list[list[tuple[int, int]]]:
+    """Return the copies of each group with that of a block of ``tables`` to the one at the same place of ``own``."""
+    pairs = [(table[place], blocks[place]) for table, blocks in zip(tables, own, strict=True)]
+    before = copies or [[] for _ in pairs]
+    return [[*each, pair] for each, pair in zip(before, pairs, strict=True)]
+
+
 class Results:
     """Applies what was computed, or received, to the requests.
 
@@ -42,7 +52,7 @@ class Results:
     def __init__(
         self,
         live: LiveRequests,
-        pool: BlockPool,
+        pools: CachePools,
         queues: BatchQueues,
         remote_kv: RemoteKV,
         totals: Totals,
@@ -52,7 +62,7 @@ class Results:
     ) -> None:
         self.block_copies: list[list[tuple[int, int]]] = []
         self._live = live
-        self._pool = pool
+        self._pools = pools
         self._queues = queues
         self._remote_kv = remote_kv
         self._tiers = remote_kv.tiers
@@ -135,15 +145,17 @@ class Results:
         return num_kept, finish
 
     def _index_computed(self, request: Request) -> None:
-        """Let other requests find all full blocks that are computed (law 1)."""
-        num_full = request.num_computed_tokens // self._pool.block_size
+        """Let other requests find all full blocks that are computed (law 1), and free what no later token sees."""
+        num_full = request.num_computed_tokens // self._pools.block_size
         if num_full > request.num_indexed_blocks:
             start = request.num_indexed_blocks
             hashes = request.block_hashes[start:num_full]
-            entered = self._pool.enter(request.key, start, hashes)
+            entered = self._pools.enter(request.key, start, hashes)
             if self._tiers is not None:
                 self._tiers.offer(entered, hashes)
             request.num_indexed_blocks = num_full
+        if self._pools.has_windows:
+            self._pools.free_behind(request.key, request.num_computed_tokens)
 
     def _apply_first_tokens(self, request: Request, sampled: list[FirstToken]) -> None:
         """Give each choice of a prompt its first token: they continue at another worker, or separate here."""
@@ -191,20 +203,18 @@ class Results:
 
     def _queue_fork(self, fork: Request, first: Request) -> None:
         """Allocate the fork's blocks and queue it. If too few are free, it is recomputed later, as after a preemption."""
-        size = self._pool.block_size
-        table = self._pool.table_of(first.key)
-        num_full, num_rest = divmod(fork.num_computed_tokens, size)
-        shared = table[:num_full]
-        num_new = blocks_needed(fork.num_tokens, size) - num_full
-        if not self._pool.can_allocate(num_new + self._queues.num_promised_blocks(self._pool), shared):
+        tables = self._pools.tables_of(first.key)
+        num_full, num_rest = divmod(fork.num_computed_tokens, self._pools.block_size)
+        shared = tuple([table[:num_full] for table in tables])
+        num_new = blocks_needed(fork.num_tokens, self._pools.block_size) - num_full
+        if not self._pools.can_hold(num_new, shared, self._queues.promised_blocks(self._pools.first)):
             fork.lose_blocks()
             self._queues.waiting.add(fork)
             return
-        own = self._pool.allocate(fork.key, num_new, shared)
+        own = self._pools.allocate(fork.key, num_new, shared)
         fork.num_indexed_blocks = first.num_indexed_blocks
         if num_rest:
-            self.block_copies = self.block_copies or [[]]
-            self.block_copies[0].append((table[num_full], own[num_full]))
+            self.block_copies = _with_copy(self.block_copies, tables, own, num_full)
         self._queues.arrived.add(fork)
 
     def _emit(
@@ -227,7 +237,7 @@ class Results:
             result = "pooled" if request.is_pooling else "sampled"
             what = f"nothing was {result} at the end of the known tokens"
         message = f"{what} after {request.num_tokens} tokens"
-        self._pool.forget_content(request.key)
+        self._pools.forget_content(request.key)
         if self._tiers is not None:
             self._tiers.forget(request.block_hashes)
         self._totals.num_corrupted += 1

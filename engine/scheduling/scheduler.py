@@ -224,7 +224,7 @@ class Scheduler(SchedulerState):
         tiers = self.remote_kv.tiers
         if tiers is not None:
             tiers.settle()  # blocks that are held for a copy are not in use
-        was_reset = self.pool.reset_prefix_cache()
+        was_reset = self.pools.reset_prefix_cache()
         if was_reset:
             if tiers is not None:
                 tiers.reset(model_fingerprint)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from engine.connector import SchedulerConnector
 from engine.scheduling.batch.batching import Batcher
 from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.interface import SchedulerInterface
 from engine.scheduling.live_requests import Intake, Limits, LiveRequests
 from engine.scheduling.remote_kv import NoTransfers, RemoteKV
@@ -30,7 +31,7 @@ class SchedulerState(SchedulerInterface):
     def __init__(
         self,
         settings: EngineSettings,
-        pool: BlockPool,
+        pools: CachePools,
         limits: Limits,
         *,
         remote_kv: RemoteKV,
@@ -41,23 +42,28 @@ class SchedulerState(SchedulerInterface):
         grammars = grammars or Grammars(None, settings.max_grammar_bytes, settings.grammar_timeout_seconds)
         deadlines = Deadlines(clock)
         self.totals = Totals()
-        # Every block has one owner, the pool; a request holds blocks by its key.
-        self.pool = pool
+        # Every block has one owner, a pool; a request holds blocks by its key.
+        self.pools = pools
         # The requests that could run; ``batcher`` is the policy that gives them the steps' tokens and blocks.
         self.queues = BatchQueues()
         # What other requests wait for. One whose last wait is over moves to the queues, in ``process_events``.
         self.remote_kv = remote_kv
         self.waits = Waits((*remote_kv.waits, grammars, *stages), deadlines)
         self.batcher = Batcher(
-            self.queues, pool, settings, limits.max_length, self.totals, clock, self.waits, remote_kv.loads
+            self.queues, pools, settings, limits.max_length, self.totals, clock, self.waits, remote_kv.loads
         )
         # All of them, waiting or queued, from ``intake`` until their one ``finish``.
-        self.live = LiveRequests(pool, self.queues, self.waits, remote_kv, deadlines, Outbox(self.totals))
-        self.intake = Intake(self.live, grammars, self.totals, limits, pool.block_size, clock)
+        self.live = LiveRequests(pools, self.queues, self.waits, remote_kv, deadlines, Outbox(self.totals))
+        self.intake = Intake(self.live, grammars, self.totals, limits, pools.block_size, clock)
         self._results = Results(
-            self.live, pool, self.queues, remote_kv, self.totals, limits, clock, self.batcher.drafting
+            self.live, pools, self.queues, remote_kv, self.totals, limits, clock, self.batcher.drafting
         )
         self.step_times = StepTimes()
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool of the first group, the only one of an engine with a connector or KV tiers."""
+        return self.pools.first
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -138,7 +144,7 @@ class SchedulerState(SchedulerInterface):
         return SchedulerStats(
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
-            kv_cache_usage=self.pool.usage,
+            kv_cache_usage=self.pools.usage,
             num_queued_prompt_tokens=self.queues.num_queued_prompt_tokens(),
             num_free_blocks=self.pool.num_free_blocks,
             num_leases=len(self.remote_kv.sender.leases),

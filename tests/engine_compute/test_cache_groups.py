@@ -53,7 +53,7 @@ class GroupedDriver(Driver):
         self.regions = self.runner.regions
         self.sequences: dict[str, Sequence] = {}
         pools = [BlockPool(region.num_blocks, BLOCK_SIZE) for region in self.regions.regions]
-        self.pools = CachePools(self.regions.cache.groups, pools, CHUNK)
+        self.pools = CachePools(self.regions.config.cache.groups, pools, CHUNK)
 
     def schedule(self, scheduled: SchedulerOutput, name: str, sequence: Sequence, count: int) -> None:
         needed = -(-(sequence.num_computed + count) // BLOCK_SIZE)
@@ -110,17 +110,33 @@ def test_layers_with_windows_keep_what_they_reach(
     folder = make(tmp_path, family)
     model = load_reference(folder)
     driver = GroupedDriver(folder, dtype="float32")
-    assert [group.window for group in driver.regions.cache.groups] == windows
+    assert [group.window for group in driver.regions.config.cache.groups] == windows
     for name, prompt in PROMPTS.items():
         driver.add(name, prompt, greedy())
     answers = driver.generate(list(PROMPTS), NUM_TOKENS, chunk=CHUNK)
     assert answers == {name: reference_greedy(model, own, NUM_TOKENS) for name, own in PROMPTS.items()}
-    for group, pool in zip(driver.regions.cache.groups, driver.pools.pools, strict=True):
+    for group, pool in zip(driver.regions.config.cache.groups, driver.pools.pools, strict=True):
         for name, held in pool.holders().items():
             num_tokens = driver.sequences[name].num_computed
             assert held == -(-num_tokens // BLOCK_SIZE) - group.num_passed_blocks(num_tokens)
             assert held <= group.max_blocks(num_tokens, 1)
     driver.executor.shutdown()
+
+
+def test_kernels_and_torch_give_the_same_answers_in_bfloat16(tmp_path: Path) -> None:
+    """One window in all layers needs one table, which the kernels take too, where they can compute the model."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
+    folder = make_checkpoint(tmp_path, "mistral", seed=3, sliding_window=6, **sizes)
+    whole = Driver(folder, dtype="bfloat16", block_size=BLOCK_SIZE)
+    windowed = GroupedDriver(folder, dtype="bfloat16")
+    assert [group.window for group in windowed.regions.config.cache.groups] == [6]
+    answers = []
+    for driver in (whole, windowed):
+        for name, prompt in PROMPTS.items():
+            driver.add(name, prompt, greedy())
+        answers.append(driver.generate(list(PROMPTS), NUM_TOKENS, chunk=CHUNK))
+        driver.executor.shutdown()
+    assert answers[0] == answers[1]
 
 
 def test_the_kernels_see_one_window_in_each_layer(tmp_path: Path) -> None:

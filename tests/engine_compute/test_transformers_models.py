@@ -57,13 +57,15 @@ async def test_an_engine_gives_the_answers_of_generate(tmp_path: Path, family: s
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
     shape = load_on_cpu(folder).config
     block_bytes = shape.num_layers * prod(shape.cache_shape(1, 4)) * 4
+    # Layers with windows keep few blocks, so that less memory is too little.
+    num_blocks = 30 if not any(shape.sliding_windows) else 18 if None in shape.sliding_windows else 12
     client = await InProcessClient.start(
         EngineSettings(
             model=folder,
             dtype="float32",
             block_size=4,
             max_num_batched_tokens=13,
-            kv_cache_bytes=30 * block_bytes,
+            kv_cache_bytes=num_blocks * block_bytes,
         )
     )
 
@@ -80,7 +82,8 @@ async def test_an_engine_gives_the_answers_of_generate(tmp_path: Path, family: s
         assert await ask("cold") == answers
         assert await ask("warm") == answers
         counters = await client.call("counters")
-        assert counters["num_preemptions_total"] > 0
+        # With windows alone, a request starts only when all that it ever keeps is free.
+        assert counters["num_preemptions_total"] > 0 or None not in shape.sliding_windows
         assert counters["cached_tokens_total"] > 0
     finally:
         await client.shutdown()

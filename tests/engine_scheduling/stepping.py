@@ -20,12 +20,13 @@ from engine.connecting import Transfers
 from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.grammar.building import VocabularyLoader, load_vocabulary
+from engine.kv_cache.startup import KVCacheConfig
 from engine.scheduling.inspection import check_integrity
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.waits.waits import WaitStage
 from engine.settings import EngineSettings
 from roles.table import STAGES
-from tests.fakes.engine.fakes import FakeExecutor, start_fake_executor
+from tests.fakes.engine.fakes import FakeExecutor
 from tests.fakes.engine.transfer import FakeConnector
 
 MAX_STEPS = 2000
@@ -112,6 +113,7 @@ class SteppedEngine:
         self,
         *,
         with_connector: bool = True,
+        cache: KVCacheConfig | None = None,
         connector: FakeConnector | None = None,
         load_vocabulary: VocabularyLoader = load_vocabulary,
         stages: Sequence[WaitStage] = (),
@@ -125,9 +127,9 @@ class SteppedEngine:
         executor: list[FakeExecutor] = []
 
         def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
-            made, num_blocks = start_fake_executor(settings)
+            made = FakeExecutor(settings, cache)
             executor.append(made)
-            return made, num_blocks
+            return made, made.memory.num_blocks
 
         self.core = EngineCore(
             fake_settings(**changes),

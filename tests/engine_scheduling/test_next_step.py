@@ -98,8 +98,8 @@ def test_a_plan_is_the_next_step_while_no_request_ends_or_comes(monkeypatch: pyt
     prepared: list[SchedulerOutput] = []
     of_next_step = StepPlan.of_next_step
 
-    def watched(requests: list[Request], budget: int) -> StepPlan:
-        plan = of_next_step(requests, budget)
+    def watched(requests: list[Request], budget: int, num_groups: int) -> StepPlan:
+        plan = of_next_step(requests, budget, num_groups)
         prepared.append(plan.to_output())
         return plan
 

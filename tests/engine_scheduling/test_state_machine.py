@@ -31,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     batching: ClassVar[dict[str, Any]] = {"max_num_batched_tokens": 6}
     memory: ClassVar[dict[str, Any]] = {"kv_cache_bytes": 14}
     changes: ClassVar[dict[str, Any]] = {}
+    has_connector = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_choices: int,
         is_bad: bool,
     ) -> None:
+        kind = kind if self.has_connector else None
         prompt = [*head, *tail, *([NAN_TOKEN] if is_bad and kind is not RECEIVE else [])]
         self.ask(
             fake_request(
@@ -99,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The next attempt of a request, whether the one before has ended or still runs (a zombie's)."""
         old = self.engine_request[data.draw(st.sampled_from(sorted(self.engine_request)))]
         attempt = self.next_attempt(old.request_id)
+        kind = kind if self.has_connector else None
         prompt, max_tokens = self.original_prompt(old), old.sampling.max_tokens
         num_delivered = min(num_delivered, max_tokens - 1)
         self.ask(

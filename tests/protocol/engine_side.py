@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+from contract.cache_layout import CacheLayout
 from contract.errors import KvbatonError
 from contract.identity import Role
 from contract.layout import KVLayout, Side
@@ -10,6 +11,7 @@ from contract.requests import HandOff, ReceiveTransfer, SendTransfer
 from engine.connector import ReceiverConnector, SenderConnector, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.inspection import check_integrity
 from engine.scheduling.live_requests import Limits
 from engine.scheduling.remote_kv import RemoteKV, TransferStages
@@ -106,11 +108,13 @@ class EngineSide:
     ) -> Scheduler:
         """Create production's scheduler, with its stages or a mutant's."""
         settings = self.scenario.settings(max_num_batched_tokens)
-        limits = Limits.of(self.pool, 64, VOCABULARY, MODEL)
+        groups = CacheLayout.of(LAYOUT, [None] * LAYOUT.num_layers).groups
+        pools = CachePools(groups, [self.pool], max_num_batched_tokens)
+        limits = Limits.of(pools, 64, VOCABULARY, MODEL)
         remote_kv = RemoteKV.over(
             connector, stages, self.pool, limits.max_length, settings.remote_kv_timeout_seconds
         )
-        return Scheduler(settings, self.pool, limits, remote_kv=remote_kv, clock=no_time)
+        return Scheduler(settings, pools, limits, remote_kv=remote_kv, clock=no_time)
 
     scheduler: Scheduler
 

@@ -16,7 +16,8 @@ from itertools import chain
 
 from engine.scheduling.batch.fair_steps import FairStep
 from engine.scheduling.batch.policy import Stage
-from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.blocks.cache_pools import Blocks, CachePools
 from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.queues import BatchQueues, PriorityQueue, comes_first
 from engine.scheduling.requests.request import Request
@@ -36,7 +37,7 @@ class Admission:
     def __init__(
         self,
         queues: BatchQueues,
-        pool: BlockPool,
+        pools: CachePools,
         max_num_seqs: int,
         totals: Totals,
         clock: Callable[[], float],
@@ -46,7 +47,7 @@ class Admission:
         self._waits = waits
         self._loads = loads
         self._queues = queues
-        self._pool = pool
+        self._pools = pools
         self._max_num_seqs = max_num_seqs
         self._totals = totals
         self._clock = clock
@@ -70,7 +71,7 @@ class Admission:
         While ``unserved``, outside the queues, lacks blocks, only the first waiting request may pass it.
         """
         queues = self._queues
-        promised = partial(queues.num_promised_blocks, self._pool)
+        promised = partial(queues.num_promised_blocks, self._pools.first)
         has_blocks = stage is not Stage.DECODE
         while plan.budget > 0 and self.has_room:
             arrived = step.next_of(queues.arrived, stage)
@@ -87,7 +88,7 @@ class Admission:
                 if num_tokens < arrived.num_missing_tokens and stage is Stage.PREFILL and plan.entries:
                     return
                 self._start(arrived, queues.arrived)
-                blocks = self._pool.table_of(arrived.key)
+                blocks = self._pools.tables_of(arrived.key)
                 plan.add(ScheduledRequest(arrived, num_tokens, blocks, arrived.is_known_to_runner))
                 step.on_start(arrived, num_tokens - 1)
                 continue
@@ -127,26 +128,27 @@ class Admission:
         Only the blocks of this chunk are allocated (for a prefill leg: all). In a step of whole prompts, None also if they
         do not all fit beside those that are scheduled.
         """
-        size = self._pool.block_size
-        cached = self._pool.find_cached(request.reusable_hashes)
-        num_missing_blocks = blocks_needed(request.num_tokens, size) - len(cached)
+        size = self._pools.block_size
+        cached = self._pools.find_cached(request.reusable_hashes)
+        num_cached_blocks = len(cached[0])
+        num_missing_blocks = blocks_needed(request.num_tokens, size) - num_cached_blocks
         # Unless the rest were checked too, a request could start, run short and be preempted again for ever, while leases
         # hold the blocks that it needs. The rest stays free meanwhile: no other request starts before its last chunk,
         # which takes the whole budget, and remote KV leaves what it still lacks (``BatchQueues.num_promised_blocks``).
-        if not self._pool.can_allocate(num_missing_blocks, cached):
+        if not self._pools.can_hold(num_missing_blocks, cached):
             return None
-        num_cached = len(cached) * size
+        num_cached = num_cached_blocks * size
         num_tokens = min(request.num_tokens - num_cached, plan.budget)
         if stage is Stage.PREFILL and plan.entries and num_tokens < request.num_tokens - num_cached:
             return None
-        num_chunk_blocks = blocks_needed(num_cached + num_tokens, size) - len(cached)
+        num_chunk_blocks = blocks_needed(num_cached + num_tokens, size) - num_cached_blocks
         num_new = num_missing_blocks if request.is_sending else num_chunk_blocks
         is_resumed = request.status is RequestStatus.PREEMPTED
         request.num_computed_tokens = num_cached
-        request.num_indexed_blocks = len(cached)
+        request.num_indexed_blocks = num_cached_blocks
         if not is_resumed:  # what the cache held of it is reported to its client once
             request.num_cached_tokens = num_cached
-        blocks = self._pool.allocate(request.key, num_new, cached)
+        blocks = self._pools.allocate(request.key, num_new, cached)
         return ScheduledRequest(request, num_tokens, blocks, is_resumed)
 
 
@@ -156,38 +158,38 @@ class Preemption:
     tiers: the KV tiers, to which what a preempted request has computed is copied before its blocks are free; or None.
     """
 
-    def __init__(self, queues: BatchQueues, pool: BlockPool, tiers: KVTiers | None) -> None:
+    def __init__(self, queues: BatchQueues, pools: CachePools, tiers: KVTiers | None) -> None:
         self._queues = queues
-        self._pool = pool
+        self._pools = pools
         self._tiers = tiers
 
-    def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> list[int] | None:
+    def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> Blocks | None:
         """Allocate the blocks that a running request lacks for its next ``num_tokens``.
 
         Preempts other requests as needed. Returns None if the request was preempted itself.
         """
-        num_needed = blocks_needed(request.num_computed_tokens + num_tokens, self._pool.block_size)
-        num_new = max(0, num_needed - self._pool.num_blocks_of(request.key))
-        while not self._pool.can_allocate(num_new):
+        num_needed = blocks_needed(request.num_computed_tokens + num_tokens, self._pools.block_size)
+        num_new = max(0, num_needed - self._pools.first.num_blocks_of(request.key))
+        while not self._pools.can_allocate(num_new):
             victim = self._victims()[0]
             if self._tiers is not None:
                 # Usually they are stored already, since the tiers store first what ``next_tables`` yields first.
                 self._tiers.store_now(victim.block_hashes[: victim.num_indexed_blocks])
-                if self._pool.can_allocate(num_new):  # the missing blocks were held for copies
+                if self._pools.can_allocate(num_new):  # the missing blocks were held for copies
                     break
             plan.drop(victim)
             self._queues.remove(victim)
-            self._pool.free(victim.key)
+            self._pools.free(victim.key)
             victim.lose_blocks()
             self._queues.waiting.add(victim)
             if victim is request:
                 return None
-        return self._pool.allocate(request.key, num_new)
+        return self._pools.allocate(request.key, num_new)
 
     def next_tables(self) -> Iterator[list[int]]:
         """Yield the blocks of each request that may be preempted, the next one first."""
         for victim in self._victims():
-            yield self._pool.table_of(victim.key)
+            yield self._pools.first.table_of(victim.key)
 
     def _victims(self) -> list[Request]:
         """Return the requests that may be preempted: the last in precedence first, so that the first of all advances."""

@@ -16,7 +16,7 @@ from engine.scheduling.batch.admission import Admission, Preemption
 from engine.scheduling.batch.drafting import Drafting
 from engine.scheduling.batch.fair_steps import FairStep, FairSteps
 from engine.scheduling.batch.policy import POLICIES, Stage
-from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.queues import BatchQueues, PriorityQueue
 from engine.scheduling.requests.request import Request
@@ -44,10 +44,10 @@ class NextStep:
     """Owns the plan of the next step, if there is one."""
 
     def __init__(
-        self, queues: BatchQueues, pool: BlockPool, admission: Admission, budget: int, max_length: int
+        self, queues: BatchQueues, pools: CachePools, admission: Admission, budget: int, max_length: int
     ) -> None:
         self._queues = queues
-        self._pool = pool
+        self._pools = pools
         self._admission = admission
         self._budget = budget
         self._max_length = max_length
@@ -73,7 +73,7 @@ class NextStep:
                 known |= own
             else:
                 known = None
-        plan = StepPlan.of_next_step(requests, self._budget)
+        plan = StepPlan.of_next_step(requests, self._budget, len(self._pools.pools))
         self._prepared = _Prepared(requests, plan, self._short_of(plan), known)
 
     def pop(self) -> StepPlan | None:
@@ -102,7 +102,9 @@ class NextStep:
         if not requests:
             return None
         is_whole = len(requests) == len(prepared.requests)
-        without_blocks = prepared.plan if is_whole else StepPlan.of_next_step(requests, self._budget)
+        without_blocks = prepared.plan
+        if not is_whole:
+            without_blocks = StepPlan.of_next_step(requests, self._budget, len(self._pools.pools))
         # A request that turns out to have ended gives its blocks back while the device still writes to them. That is safe:
         # who gets a block writes to it, or reads it, in a later pass, and passes of one device run one after another.
         short = prepared.short if is_whole else self._short_of(without_blocks)
@@ -136,10 +138,11 @@ class NextStep:
 
     def _short_of(self, plan: StepPlan) -> list[ScheduledRequest]:
         """Return the entries that need one more block each."""
-        size = self._pool.block_size
+        size = self._pools.block_size
+        pool = self._pools.first
         short = []
         for entry in plan.entries.values():
-            if len(entry.request.token_ids) >= self._pool.num_blocks_of(entry.request.key) * size:
+            if len(entry.request.token_ids) >= pool.num_blocks_of(entry.request.key) * size:
                 short.append(entry)  # noqa: PERF401 see StepPlan.of_next_step
         return short
 
@@ -148,10 +151,10 @@ class NextStep:
         is_awaited = self._queues.waiting.requests or self._queues.arrived.requests
         if is_awaited and self._admission.has_room:
             return None
-        if short and not self._pool.can_allocate(len(short)):
+        if short and not self._pools.can_allocate(len(short)):
             return None
         for entry in short:
-            entry.new_block_ids.extend(self._pool.allocate(entry.request.key, 1))
+            entry.add_blocks(self._pools.allocate(entry.request.key, 1))
         return plan
 
 
@@ -165,7 +168,7 @@ class Batcher:
     def __init__(
         self,
         queues: BatchQueues,
-        pool: BlockPool,
+        pools: CachePools,
         options: BatchingOptions,
         max_length: int,
         totals: Totals,
@@ -174,13 +177,13 @@ class Batcher:
         loads: TierLoads | None,
     ) -> None:
         self.fair_steps = FairSteps(options.max_key_slowdown, clock)
-        self.admission = Admission(queues, pool, options.max_num_seqs, totals, clock, waits, loads)
-        self.next_step = NextStep(queues, pool, self.admission, options.max_num_batched_tokens, max_length)
+        self.admission = Admission(queues, pools, options.max_num_seqs, totals, clock, waits, loads)
+        self.next_step = NextStep(queues, pools, self.admission, options.max_num_batched_tokens, max_length)
         self.policy = POLICIES[options.scheduling_policy](options, queues, clock)
         self.drafting: Drafting | None = None
         if options.speculate != "none":  # otherwise nothing of it runs in a step
-            self.drafting = Drafting(queues, pool, self.fair_steps, options, max_length, totals)
-        self.preemption = Preemption(queues, pool, loads.tiers if loads else None)
+            self.drafting = Drafting(queues, pools, self.fair_steps, options, max_length, totals)
+        self.preemption = Preemption(queues, pools, loads.tiers if loads else None)
         self._queues = queues
         self._stage: Stage | None = None
 

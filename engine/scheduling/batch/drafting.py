@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from engine.options import BatchingOptions
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batch.fair_steps import FairSteps
-from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.requests.queues import BatchQueues
 from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.step_plan import ScheduledRequest, StepPlan
@@ -92,7 +93,7 @@ class Drafting:
     def __init__(
         self,
         queues: BatchQueues,
-        pool: BlockPool,
+        pools: CachePools,
         fair_steps: FairSteps,
         options: BatchingOptions,
         max_length: int,
@@ -100,7 +101,7 @@ class Drafting:
     ) -> None:
         self.cost = StepCost()
         self._queues = queues
-        self._pool = pool
+        self._pools = pools
         self._fair_steps = fair_steps
         self._most = options.num_speculative_tokens
         self._max_tokens = options.max_num_decode_tokens
@@ -134,12 +135,12 @@ class Drafting:
         if (matcher := request.structured_output_request) is not None:
             bitmasks = matcher.masks_behind(drafts)
             drafts = drafts[: len(bitmasks)]
-        num_needed = blocks_needed(request.num_tokens + len(drafts), self._pool.block_size)
-        num_new = max(0, num_needed - self._pool.num_blocks_of(request.key))
+        num_needed = blocks_needed(request.num_tokens + len(drafts), self._pools.block_size)
+        num_new = max(0, num_needed - self._pools.first.num_blocks_of(request.key))
         # What every running request may need for its next token stays free.
-        if not drafts or not self._pool.can_allocate(num_new + len(self._queues.running.requests)):
+        if not drafts or not self._pools.can_allocate(num_new + len(self._queues.running.requests)):
             return
-        entry.new_block_ids.extend(self._pool.allocate(request.key, num_new))
+        entry.add_blocks(self._pools.allocate(request.key, num_new))
         plan.add_drafts(entry, drafts, bitmasks)
 
     def request_drafts(self, plan: StepPlan, output: SchedulerOutput) -> None:

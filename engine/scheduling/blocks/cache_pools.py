@@ -37,7 +37,8 @@ class CachePools:
     """A pool for each group. What it does, it does in all of them; see BlockPool for the contracts.
 
     groups, pools: the same number of both, with equal block sizes. max_chunk: the most tokens of one request in a step.
-    first: the pool of the first group, of which the lengths of all tables can be read.
+    first: the pool of the first group, of which the lengths of all tables can be read. has_windows: ``free_behind`` may free
+    something.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], max_chunk: int) -> None:
@@ -45,13 +46,22 @@ class CachePools:
         if len(sizes) != 1:
             raise ValueError(f"the groups have blocks of {sorted(sizes)} tokens; only equal sizes are served")
         self.groups = tuple(groups)
-        self.pools = tuple(pools)
+        self.pools = list(pools)
         self.first = pools[0]
         self.block_size = self.first.block_size
-        self._windows = [
-            (group, pool) for group, pool in zip(groups, pools, strict=True) if group.window is not None
-        ]
+        self._windows = [index for index, group in enumerate(groups) if group.window is not None]
+        self.has_windows = bool(self._windows)
         self._max_chunk = max_chunk
+
+    def max_length(self, max_model_len: int) -> int:
+        """Return the tokens of the longest text that has room here, ``max_model_len`` at most."""
+        if self.groups[0].window is not None:
+            return max_model_len  # not more than its window and a chunk are kept
+        return min(max_model_len, self.first.num_usable_blocks * self.block_size)
+
+    def empty(self) -> Blocks:
+        """Return no blocks of each group, to which some may be added."""
+        return tuple([[] for _ in self.pools])
 
     @property
     def usage(self) -> float:
@@ -99,8 +109,8 @@ class CachePools:
 
     def free_behind(self, holder: str, num_tokens: int) -> None:
         """Free the blocks that no token from position ``num_tokens`` on sees: all before are computed, and stay."""
-        for group, pool in self._windows:
-            pool.free_behind(holder, group.num_passed_blocks(num_tokens))
+        for index in self._windows:
+            self.pools[index].free_behind(holder, self.groups[index].num_passed_blocks(num_tokens))
 
     def tables_of(self, holder: str) -> Blocks:
         """Return the holder's tables (copies); empty ones for one that holds nothing."""

@@ -113,10 +113,14 @@ class BatchQueues:
                 num_tokens += request.num_missing_tokens
         return num_tokens
 
-    def num_promised_blocks(self, pool: BlockPool) -> int:
-        """Return how many blocks running requests lack for their known tokens: they started because these were free."""
+    def promised_blocks(self, pool: BlockPool) -> list[int]:
+        """Return how many blocks each running request lacks for its known tokens: it started because these were free."""
         # One that had drafts may have more than it needs now.
-        return sum(
+        return [
             max(0, blocks_needed(request.num_tokens, pool.block_size) - pool.num_blocks_of(request.key))
             for request in self.running.requests
-        )
+        ]
+
+    def num_promised_blocks(self, pool: BlockPool) -> int:
+        """Return the sum of ``promised_blocks``."""
+        return sum(self.promised_blocks(pool))

@@ -7,22 +7,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
+from engine.scheduling.blocks.cache_pools import Blocks
 from engine.scheduling.requests.request import Request
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True):
     """One request's part of a step.
 
-    num_tokens: with its drafts. new_block_ids: replace the runner's if the request was preempted (``is_resumed``). drafts:
-    computed behind its newest token. bitmasks: what its grammar allows behind each of them.
+    num_tokens: with its drafts. new_block_ids: of each group; they replace the runner's if the request was preempted
+    (``is_resumed``). drafts: computed behind its newest token. bitmasks: what its grammar allows behind each of them.
     """
 
     request: Request
     num_tokens: int
-    new_block_ids: list[int]
+    new_block_ids: Blocks
     is_resumed: bool = False
     drafts: Sequence[int] = ()
     bitmasks: Sequence[NDArray[np.int32]] = ()
+
+    def add_blocks(self, blocks: Blocks) -> None:
+        """Add blocks of each group to the new ones."""
+        for own, added in zip(self.new_block_ids, blocks, strict=True):
+            own.extend(added)
 
 
 class StepPlan:
@@ -38,17 +44,18 @@ class StepPlan:
         self.next_output: SchedulerOutput | None = None
 
     @classmethod
-    def of_next_step(cls, requests: Sequence[Request], budget: int) -> "StepPlan":
+    def of_next_step(cls, requests: Sequence[Request], budget: int, num_groups: int = 1) -> "StepPlan":
         """Return a plan of one token of each request, for when the step that runs now has sampled that token.
 
-        The runner keeps the requests already. No blocks are allocated yet.
+        The runner keeps the requests already. No blocks are allocated yet. num_groups: of layers.
         """
         plan = cls(budget - len(requests))
         # When that step has ended, all tokens that are known now are computed; the requests count them only then.
         num_computed_tokens = []
         # A loop, here and elsewhere on the way of a step, where each comprehension would be one call of Python more.
         for request in requests:
-            plan.entries[request.key] = ScheduledRequest(request, 1, [])
+            blocks: Blocks = ([],) if num_groups == 1 else tuple([[] for _ in range(num_groups)])
+            plan.entries[request.key] = ScheduledRequest(request, 1, blocks)
             num_computed_tokens.append(len(request.token_ids))
         plan.next_output = _output_of(plan.entries.values())
         plan.next_output.scheduled_cached_reqs.num_computed_tokens = num_computed_tokens
@@ -91,7 +98,7 @@ class StepPlan:
                     req_id=request.key,
                     prompt_token_ids=list(request.token_ids),
                     sampling_params=None if request.is_pooling else engine_request.sampling,
-                    block_ids=(list(entry.new_block_ids),),
+                    block_ids=tuple(map(list, entry.new_block_ids)),
                     num_computed_tokens=request.num_computed_tokens,
                     num_prompt_tokens=request.num_prompt_tokens - engine_request.num_delivered_tokens,
                     num_choices=engine_request.num_choices,
@@ -120,7 +127,7 @@ def _output_of(entries: Collection[ScheduledRequest]) -> SchedulerOutput:
             cached.req_ids.append(request.key)
             cached.resumed_from_preemption.append(entry.is_resumed)
             cached.new_token_ids.append(list(request.token_ids) if entry.is_resumed else [])
-            cached.new_block_ids.append((entry.new_block_ids,))
+            cached.new_block_ids.append(entry.new_block_ids)
             cached.num_computed_tokens.append(request.num_computed_tokens)
     return SchedulerOutput(
         scheduled_cached_reqs=cached,

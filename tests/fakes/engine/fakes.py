@@ -21,6 +21,7 @@ from contract.layout import KVLayout
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams, choice_seed
 from engine.connector import RankConnector, RanksConnector
+from engine.kv_cache.startup import KVCacheConfig
 from engine.kv_tiers.storage import TierStorage
 from engine.models.config import ModelInfo
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
@@ -74,7 +75,7 @@ def _pooled(codes: list[int], kind: str | None) -> list[float]:
 class _Sequence:
     token_ids: list[int]
     codes: list[int]
-    block_ids: list[int]
+    tables: list[list[int]]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     num_prompt_tokens: int = 0
     num_choices: int = 1
@@ -89,11 +90,13 @@ class _Sequence:
 class FakeRunner:
     """Executes a SchedulerOutput as the real runner does, and asserts that it is consistent.
 
-    num_mixed_steps: steps that computed prompts and continued answers.
+    num_mixed_steps: steps that computed prompts and continued answers. groups: the memory and the window of
+    each group of layers, the first of which is ``memory``; empty: one group.
     """
 
-    def __init__(self, memory: FakeMemory) -> None:
+    def __init__(self, memory: FakeMemory, groups: Sequence[tuple[FakeMemory, int | None]] = ()) -> None:
         self.memory = memory
+        self._groups = groups or [(memory, None)]
         self.connector: RankConnector | None = None
         self.num_forward_passes = 0
         self.num_dummy_batches = 0
@@ -107,7 +110,8 @@ class FakeRunner:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
         for key in scheduled.finished_req_ids:
             del self._sequences[key]
-        self.memory.copy_blocks([pair for own in scheduled.block_copies for pair in own])
+        for (memory, _), pairs in zip(self._groups, scheduled.block_copies, strict=False):
+            memory.copy_blocks(pairs)
         starts = self._update(scheduled)
         kinds = {self._is_decode(scheduled, key, start) for key, start in starts.items()}
         self.num_mixed_steps += {True, False} <= kinds
@@ -167,7 +171,7 @@ class FakeRunner:
             self._sequences[new.req_id] = _Sequence(
                 tokens,
                 prefix_codes(tokens),
-                list(new.block_ids[0]),
+                list(map(list, new.block_ids)),
                 sampling,
                 new.num_prompt_tokens,
                 new.num_choices,
@@ -177,12 +181,14 @@ class FakeRunner:
         cached = scheduled.scheduled_cached_reqs
         for index, key in enumerate(cached.req_ids):
             sequence = self._sequences[key]
-            blocks = cached.new_block_ids[index][0]
+            blocks = cached.new_block_ids[index]
+            assert len(blocks) == len(self._groups)
             if cached.resumed_from_preemption[index]:
                 assert cached.new_token_ids[index] == sequence.token_ids
-                sequence.block_ids = list(blocks)
+                sequence.tables = list(map(list, blocks))
             else:
-                sequence.block_ids.extend(blocks)
+                for table, added in zip(sequence.tables, blocks, strict=True):
+                    table.extend(added)
             starts[key] = cached.num_computed_tokens[index]
         return starts
 
@@ -197,9 +203,13 @@ class FakeRunner:
         sequence = self._sequences[key]
         end = start + num_tokens
         assert 0 < num_tokens <= len(sequence.token_ids) - start
-        assert len(set(sequence.block_ids)) == len(sequence.block_ids) and 0 not in sequence.block_ids
-        self.memory.check(sequence.block_ids, sequence.codes, start)
-        self.memory.write(sequence.block_ids, sequence.codes, start, end)
+        for (memory, window), table in zip(self._groups, sequence.tables, strict=True):
+            seen = 0 if window is None else max(0, start - window + 1)
+            kept = table[seen // memory.layout.block_size :]
+            assert len(set(kept)) == len(kept)
+            assert 0 not in kept
+            memory.check(table, sequence.codes, start, seen)
+            memory.write(table, sequence.codes, start, end)
         if CRASH_TOKEN in sequence.token_ids:
             raise RuntimeError("the forward pass crashed")
         if sequence.pooling:
@@ -232,7 +242,8 @@ class FakeRunner:
         """Write the KV of all drafts, as a step does, and return the tokens behind the right ones."""
         sequence = self._sequences[key]
         codes = [*sequence.codes[:start], *prefix_codes([*sequence.token_ids[:start], *drafts])[start:]]
-        self.memory.write(sequence.block_ids, codes, start, start + len(drafts))
+        for (memory, _), table in zip(self._groups, sequence.tables, strict=True):
+            memory.write(table, codes, start, start + len(drafts))
         kept: list[int] = []
         for place, draft in enumerate(drafts, 1):
             if draft != (kept[-1] if kept else sampled):
@@ -296,9 +307,10 @@ class FakeExecutor:
     """One rank with a FakeRunner, loaded when the constructor returns (``engine.executor.Executor``).
 
     runs_ahead: steps may begin before the one before is waited for, as on a device; none of them is interrupted then.
+    kv_cache_config: several groups of layers; None: one, of ``kv_cache_bytes`` blocks.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, config: KVCacheConfig | None = None) -> None:
         if not settings.model.name:
             raise SettingError(f"model is {str(settings.model)!r}; give the name of a fake", param="model")
         self.model_info = ModelInfo(
@@ -309,8 +321,12 @@ class FakeExecutor:
             dtype="float32",
             kv_dtype="float32",
         )
-        self.memory = FakeMemory(settings.kv_cache_bytes or 64, settings.block_size)
-        self.runner = FakeRunner(self.memory)
+        self.kv_cache_config = config
+        numbers = config.num_blocks if config else (settings.kv_cache_bytes or 64,)
+        windows = [group.window for group in config.cache.groups] if config else [None]
+        memories = [FakeMemory(number, settings.block_size) for number in numbers]
+        self.memory = memories[0]
+        self.runner = FakeRunner(self.memory, list(zip(memories, windows, strict=True)))
         self.tiers: list[FakeTierStorage] = []
         self.is_shut_down = False
         self.runs_ahead = False

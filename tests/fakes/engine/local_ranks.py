@@ -21,6 +21,7 @@ from engine.connector import RanksConnector
 from engine.distributed.group import RankGroup, columns_of_all
 from engine.distributed.messages import RankRunner
 from engine.executor import Executor
+from engine.kv_cache.startup import KVCacheConfig
 from engine.kv_tiers.orders import TierOrder
 from engine.kv_tiers.storage import TierStorage
 from engine.kv_tiers.tier_group import TierGroup
@@ -126,6 +127,11 @@ class LocalRanksExecutor(Executor):
     def model_info(self) -> ModelInfo:
         """See Executor."""
         return self.runners[0].model_info
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """See Executor."""
+        return self.runners[0].regions.config
 
     @property
     def layout(self) -> KVLayout:

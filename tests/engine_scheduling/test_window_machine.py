@@ -1,0 +1,145 @@
+"""The scheduler over several groups of layers, under any order of events: see ``test_state_machine``.
+
+The FakeRunner checks in each group that all slots that a window reaches hold the right KV, and writes each token's.
+"""
+
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis.stateful import invariant
+
+from contract.cache_layout import CacheLayout
+from contract.layout import KVLayout
+from engine.kv_cache.startup import KVCacheConfig
+from engine.scheduling.blocks.block_pool import NULL_BLOCK, blocks_needed
+from engine.scheduling.requests.request import Request
+from tests.drafting_engines import FreeSteps
+from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+from tests.engine_scheduling.test_state_machine import SchedulerMachine
+from tests.fakes.engine.fakes import fake_answer
+from tests.soak_settings import machine_settings, soaked
+
+SIZE = 4
+
+
+def config_of(num_blocks: dict[int | None, int]) -> KVCacheConfig:
+    """Return an allocation of a layer with each of these windows, with so many blocks."""
+    layout = KVLayout(
+        num_layers=len(num_blocks), num_kv_heads=1, head_dim=1, block_size=SIZE, dtype="float32"
+    )
+    cache = CacheLayout.of(layout, list(num_blocks))
+    return KVCacheConfig(tuple(num_blocks[group.window] for group in cache.groups), cache)
+
+
+class MachineOfWindows(SchedulerMachine):
+    """The group with a window has few blocks, so that it runs short before the other one."""
+
+    has_connector = False
+    num_blocks: ClassVar[dict[int | None, int]] = {None: 14, 5: 7}
+
+    def __init__(self) -> None:
+        super().__init__()
+        changes = {**self.memory, **self.batching, **self.changes}
+        cache = config_of(self.num_blocks)
+        self.engine = SteppedEngine(with_connector=False, cache=cache, max_num_seqs=3, **changes)
+        self.engine.executor.runs_ahead = self.runs_ahead
+        if self.engine.scheduler.batcher.drafting is not None:
+            self.engine.scheduler.batcher.drafting.cost = FreeSteps()
+
+    @invariant()
+    def nothing_is_kept_that_no_window_reaches(self) -> None:
+        pools = self.engine.scheduler.pools
+        for request in self.engine.scheduler.requests.values():
+            for group, table in zip(pools.groups, pools.tables_of(request.key), strict=True):
+                num_passed = group.num_passed_blocks(request.num_computed_tokens)
+                assert table.count(NULL_BLOCK) == num_passed or not table
+
+    def _fits(self, request: Request) -> bool:
+        pools = self.engine.scheduler.pools
+        cached = pools.find_cached(request.reusable_hashes)
+        return pools.can_hold(blocks_needed(request.num_tokens, SIZE) - len(cached[0]), cached)
+
+
+TestWindows = MachineOfWindows.TestCase
+TestWindows.settings = machine_settings(60, 50)
+TestWindows.runTest = soaked(TestWindows.runTest)  # type: ignore[method-assign]
+
+
+class MachineOfDraftsInWindows(MachineOfWindows):
+    """No layer keeps all tokens. Drafts are computed, of which some are wrong; steps run ahead where there are none."""
+
+    runs_ahead = True
+    num_blocks: ClassVar[dict[int | None, int]] = {9: 11, 3: 8}
+    changes: ClassVar[dict[str, Any]] = {"speculate": "ngram", "num_speculative_tokens": 3}
+
+
+TestDraftsInWindows = MachineOfDraftsInWindows.TestCase
+TestDraftsInWindows.settings = machine_settings(60, 50)
+TestDraftsInWindows.runTest = soaked(TestDraftsInWindows.runTest)  # type: ignore[method-assign]
+
+
+def engine_of(num_blocks: dict[int | None, int], **changes: Any) -> SteppedEngine:
+    return SteppedEngine(with_connector=False, cache=config_of(num_blocks), **changes)
+
+
+def test_a_text_may_be_longer_than_the_blocks_of_its_window() -> None:
+    """60 tokens by chunks of 6, in 4 blocks of a window of 5: what is passed is free for what follows."""
+    prompt = [token % 7 for token in range(50)]
+    engine = engine_of({5: 5}, max_num_batched_tokens=6)
+    engine.add(fake_request("a", prompt, max_tokens=10))
+    engine.run()
+    assert engine.tokens("a#0.0") == fake_answer(prompt, 10)
+    assert engine.core.info.max_model_len == 256
+    assert engine.scheduler.totals.num_preemptions == 0
+
+
+def test_a_second_turn_finds_its_prefix_by_the_last_blocks_of_a_window() -> None:
+    """Both groups have what the first new token sees; the window's group has lost all before."""
+    prompt = [token % 7 for token in range(41)]
+    engine = engine_of({None: 40, 5: 8}, max_num_batched_tokens=12)
+    engine.add(fake_request("a", prompt, max_tokens=4))
+    engine.run()
+    turn = [*prompt, *engine.tokens("a#0.0"), 1, 2, 3]
+    engine.add(fake_request("b", turn, max_tokens=4))
+    engine.run()
+    assert engine.outputs["b#0.0"][0].num_cached_tokens == 44
+    assert engine.tokens("b#0.0") == fake_answer(turn, 4)
+    # Of the first turn's own prompt the window's blocks are another's by now: it is computed again, from the start.
+    engine.add(fake_request("c", prompt[:20], max_tokens=1))
+    engine.run()
+    assert engine.outputs["c#0.0"][0].num_cached_tokens == 0
+    assert engine.tokens("c#0.0") == fake_answer(prompt[:20], 1)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 10])
+def test_choices_continue_a_prompt_in_each_group(num_tokens: int) -> None:
+    """Full blocks are shared, with those that were freed; the last one is copied in each group."""
+    prompt = [token % 5 for token in range(num_tokens)]
+    engine = engine_of({None: 40, 5: 30})
+    engine.add(fake_request("a", prompt, max_tokens=9, num_choices=3))
+    engine.step()
+    pools = engine.scheduler.pools
+    tables = [pools.tables_of(f"a#{choice}.0") for choice in range(3)]
+    num_full = num_tokens // SIZE
+    for index, group in enumerate(pools.groups):
+        shared = [table[index][:num_full] for table in tables]
+        assert shared[0] == shared[1] == shared[2]
+        assert shared[0].count(NULL_BLOCK) == group.num_passed_blocks(num_tokens)
+        own = [block for table in tables for block in table[index][num_full:]]
+        assert len(set(own)) == len(own)
+    engine.run()
+    for choice in range(3):
+        assert engine.tokens(f"a#{choice}.0") == fake_answer(prompt, 9, choice)
+
+
+def test_a_wait_for_blocks_of_a_window_ends() -> None:
+    """Blocks of all tokens are plenty; the second prompt starts when the first has left its window's."""
+    engine = engine_of({None: 60, 5: 7}, max_num_batched_tokens=8)
+    prompts = {"a": [1] * 30, "b": [2] * 30}
+    for name, prompt in prompts.items():
+        engine.add(fake_request(name, prompt, max_tokens=6))
+    engine.step()
+    assert engine.request_counts() == (1, 1)
+    engine.run()
+    for name, prompt in prompts.items():
+        assert engine.tokens(f"{name}#0.0") == fake_answer(prompt, 6)
