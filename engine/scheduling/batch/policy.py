@@ -92,5 +92,8 @@ class PrefillFirst(SchedulingPolicy):
         return self._clock() - earliest_arrival > factor * self.last_prompt_latency
 
 
-POLICIES = {"chunked-prefill": ChunkedPrefill, "prefill-first": PrefillFirst}
+POLICIES: dict[str, Callable[[BatchingOptions, BatchQueues, Callable[[], float]], SchedulingPolicy]] = {
+    "chunked-prefill": ChunkedPrefill,
+    "prefill-first": PrefillFirst,
+}
 """Policies by the values of ``scheduling_policy``."""
