@@ -26,10 +26,14 @@ from wire.messages import check_numbers
 
 _grammar = converter(Grammar)
 # The parameters that are one field of the message, with the same name.
-_PLAIN = [parameter.name for parameter in PARAMETERS if parameter.kind != "biases"]
-_plain_values = attrgetter(*_PLAIN)
-_FIELDS = [pb.EngineSampling.DESCRIPTOR.fields_by_name[name] for name in _PLAIN]
+_FIELDS = [
+    pb.EngineSampling.DESCRIPTOR.fields_by_name[parameter.name]
+    for parameter in PARAMETERS
+    if parameter.kind != "biases"
+]
 _REPEATED = [field.name for field in _FIELDS if field.is_repeated]
+_SINGLE = [field.name for field in _FIELDS if not field.is_repeated]
+_single_values = attrgetter(*_SINGLE)
 # Unset, they have the default of ``SamplingParams``. An unset field of the others reads as 0, which is its value.
 _OPTIONAL: list[Any] = [field.name for field in _FIELDS if field.has_presence]
 _ALWAYS_SENT = [field.name for field in _FIELDS if not field.is_repeated and not field.has_presence]
@@ -178,7 +182,7 @@ def task_to_proto(request: EngineRequest, into: pb.Task | None = None) -> pb.Tas
     task.first_index = request.first_index
     task.prompt_token_ids.extend(request.prompt_token_ids)
     if not request.pooling_params:
-        task.sampling.MergeFrom(sampling_to_proto(request.sampling))
+        sampling_to_proto(request.sampling, task.sampling)
     task.eos_token_ids.extend(request.eos_token_ids)
     task.priority = request.priority
     task.cache_salt = request.cache_salt
@@ -218,14 +222,22 @@ def task_from_proto(
     )
 
 
-def sampling_to_proto(sampling: SamplingParams) -> pb.EngineSampling:
+def sampling_to_proto(sampling: SamplingParams, into: pb.EngineSampling | None = None) -> pb.EngineSampling:
     """Translate sampling parameters."""
-    return pb.EngineSampling(
-        **dict(zip(_PLAIN, _plain_values(sampling), strict=True)),
-        biased_token_ids=[token for token, _ in sampling.logit_bias],
-        biases=[bias for _, bias in sampling.logit_bias],
-        grammar=None if sampling.grammar is None else grammar_to_proto(sampling.grammar),
-    )
+    message = pb.EngineSampling() if into is None else into
+    for name, value in zip(_SINGLE, _single_values(sampling), strict=True):
+        # Most parameters of a request have the value that an unset field reads as, and to set a field takes time.
+        if value or (value is not None and name in _OPTIONAL):
+            setattr(message, name, value)
+    for name in _REPEATED:
+        if values := getattr(sampling, name):
+            getattr(message, name).extend(values)
+    if sampling.logit_bias:
+        message.biased_token_ids.extend([token for token, _ in sampling.logit_bias])
+        message.biases.extend([bias for _, bias in sampling.logit_bias])
+    if sampling.grammar is not None:
+        message.grammar.CopyFrom(grammar_to_proto(sampling.grammar))
+    return message
 
 
 def sampling_from_proto(message: pb.EngineSampling) -> SamplingParams:
