@@ -120,9 +120,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def check(self) -> None:
         """Raise InvalidRequestError that names the first field out of range."""
         for (parameter, low, high), value in zip(_RANGES, _ranged_values(self), strict=True):
-            limit = self.max_tokens if parameter is _MINIMUM else high
-            if value is not None and not low <= value <= limit:
-                raise parameter.out_of_range(value, limit)
+            if value is not None and not low <= value <= high:
+                raise parameter.out_of_range(value, self.max_tokens if parameter is _MINIMUM else high)
+        if self.min_tokens > self.max_tokens:
+            raise _MINIMUM.out_of_range(self.min_tokens, self.max_tokens)
         for _, bias in self.logit_bias:
             if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
                 raise _BIASES.out_of_range(bias, MAX_LOGIT_BIAS)
@@ -164,7 +165,7 @@ class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
         defaults: the model's. max_tokens: the limit after the room behind the prompt is known. rates_tokens: each token's
         log probability is needed, even if the client receives none.
         """
-        given = {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
+        given = {name: value for name, value in zip(_NAMES, _values(self), strict=True) if value is not None}
         if rates_tokens:
             given.setdefault("logprobs", 0)
         seed = self.seed
@@ -306,6 +307,7 @@ NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.kind in ("num
 _RANGES = tuple((parameter, *parameter.bounds) for parameter in NUMBERS)
 _ranged_values = attrgetter(*(parameter.name for parameter in NUMBERS))
 _NAMES = tuple(field.name for field in structs.fields(SamplingParams))
+_values = attrgetter(*_NAMES)
 
 
 def choice_seed(seed: int, choice: int) -> int:
