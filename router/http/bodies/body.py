@@ -20,7 +20,7 @@ class Body:
 
     Getters raise InvalidRequestError for a value of another type.
     schema: describes the fields (``router.http.schema``); reading a field that it does not describe is a bug and raises
-    LookupError. None: every field may be read.
+    LookupError if the client has sent it. None: every field may be read.
     """
 
     def __init__(self, fields: dict[str, Any], schema: Json | None = None) -> None:
@@ -31,10 +31,11 @@ class Body:
 
     def get(self, name: str) -> Any:
         """Return the value as it is; None if the field is missing."""
+        value = self.fields.get(name)
         # else a field could be read that strict_api rejects and /openapi.json hides
-        if self._described and UNSERVED in self._described.get(name, _NOT_DESCRIBED):
+        if value is not None and self._described and UNSERVED in self._described.get(name, _NOT_DESCRIBED):
             raise LookupError(f"{name} is read, but router/http/schema does not describe it")
-        return self.fields.get(name)
+        return value
 
     def given(self, readers: Mapping[str, "Reader"]) -> dict[str, Any]:
         """Return the values of those fields in ``readers`` that are not null, each as its reader returns it."""
