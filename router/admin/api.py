@@ -25,6 +25,7 @@ from contract.scaling import AUTOSCALER, ScalingLease, ScalingReport
 from router.admin.scaling import ScalingLeases, ScalingReports
 from router.client_access import ClientAccess
 from router.http.boundary import boundary
+from router.intake.cancellation import CancellableRequests
 from router.migration.standing_orders import OPERATOR, StandingOrders
 from router.request_path import RequestPath
 from router.settings import RouterSettings
@@ -59,9 +60,10 @@ def admin_access(settings: RouterSettings, clients: ClientAccess) -> AdminAccess
 
 def answering(handler: _Handler) -> _Handler:
     """Return a handler that answers errors as the public API does."""
+    answer = boundary(CancellableRequests())
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        return await boundary(request, handler)
+        return await answer(request, handler)
 
     return handle
 

@@ -102,9 +102,10 @@ class Cors:
         return answer
 
     async def mark(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add the CORS headers to a response. For ``on_response_prepare``, which errors and streams pass too."""
-        if not self._origins:
-            return
+        """Add the CORS headers to a response. For ``on_response_prepare``, which errors and streams pass too.
+
+        Only for a port that lists origins.
+        """
         # to every page, also one that is not allowed: a cache must not give one origin's answer to another
         response.headers.add(hdrs.VARY, hdrs.ORIGIN)
         if allowed := self._allowed(request):

@@ -81,35 +81,48 @@ def error_object(request: web.Request, error: KvbatonError) -> dict[str, Any]:
     return {"type": "error", "error": shown, "request_id": request_id_of(request)}
 
 
-@web.middleware
-async def boundary(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer errors: as a response, or as the last event of a stream whose headers were sent (without [DONE])."""
-    try:
-        response = await handler(request)
-    except KvbatonError as error:
-        response = await _error_response(request, error)
-    except web.HTTPException as error:
-        # aiohttp raises these itself: for an unknown path, or a wrong method
-        where = f"{request.method} {request.path}"
-        shown: KvbatonError = InvalidRequestError(f"{where}: {error.reason}")
-        if isinstance(error, web.HTTPNotFound):
-            shown = NotFoundError(f"there is no {where}")
-        response = web.json_response(error_object(request, shown), status=error.status)
-        # HTTP demands it with status 405
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-    except ConnectionResetError:
-        logger.info("%s: the client disconnected", request_id_of(request))
-        # no client receives it, but aiohttp needs the response that has begun
-        response = request[STREAM].response if STREAM in request else web.Response(status=499)
-    except Exception:
-        request_id = request_id_of(request)
-        logger.exception("%s: unexpected error", request_id)
-        internal = InternalError(f"an internal error; the log names it by {request_id}")
-        response = await _error_response(request, internal)
-    # a response that was sent in part had these headers from its beginning
-    if not response.prepared:
-        response.headers.update(request_id_header(request))
+def boundary(running: CancellableRequests) -> Middleware:
+    """Return the middleware of the boundary. ``running`` can end every request within, whatever it waits for.
+
+    An error is answered as a response, or as the last event of a stream whose headers were sent (without [DONE]).
+    """
+
+    @web.middleware
+    async def answer(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            with running.open() as request[OPEN]:
+                response = await handler(request)
+        except KvbatonError as error:
+            response = await _error_response(request, error)
+        except web.HTTPException as error:
+            response = _http_error_response(request, error)
+        except ConnectionResetError:
+            logger.info("%s: the client disconnected", request_id_of(request))
+            # no client receives it, but aiohttp needs the response that has begun
+            response = request[STREAM].response if STREAM in request else web.Response(status=499)
+        except Exception:
+            request_id = request_id_of(request)
+            logger.exception("%s: unexpected error", request_id)
+            internal = InternalError(f"an internal error; the log names it by {request_id}")
+            response = await _error_response(request, internal)
+        # a response that was sent in part had these headers from its beginning
+        if not response.prepared:
+            response.headers.update(request_id_header(request))
+        return response
+
+    return answer
+
+
+def _http_error_response(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
+    """Return the response for an error that aiohttp raises itself: for an unknown path, or a wrong method."""
+    where = f"{request.method} {request.path}"
+    shown: KvbatonError = InvalidRequestError(f"{where}: {error.reason}")
+    if isinstance(error, web.HTTPNotFound):
+        shown = NotFoundError(f"there is no {where}")
+    response = web.json_response(error_object(request, shown), status=error.status)
+    # HTTP demands it with status 405
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
     return response
 
 
@@ -125,20 +138,6 @@ async def _error_response(request: web.Request, error: KvbatonError) -> web.Stre
     if error.kind is ErrorKind.UNAUTHENTICATED:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response
-
-
-def lifetime(running: CancellableRequests) -> Middleware:
-    """Return a middleware by which ``running`` can end every request, whatever it waits for, when the router stops.
-
-    Place it inside the boundary, which answers with the reason.
-    """
-
-    @web.middleware
-    async def live(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        with running.open() as request[OPEN]:
-            return await handler(request)
-
-    return live
 
 
 def let_client_cancel(request: web.Request) -> None:

@@ -8,7 +8,7 @@ from router.attempts.draining import Drain
 from router.client_access import ClientAccess
 from router.http.access import Cors, checking, key_check
 from router.http.bodies.json_bodies import check_expectation
-from router.http.boundary import boundary, lifetime
+from router.http.boundary import boundary
 from router.settings import RouterSettings
 from serving.http_hosts import HostCheck, listed_hosts
 from serving.http_server import HttpServer, start_http
@@ -27,15 +27,11 @@ def build_app(
     # With API keys there is nothing to protect from forms: a page of another site cannot send a key.
     forms = [] if clients.keys.are_required else [cors.reject_forms(hosts)]
     app = web.Application(
-        middlewares=[
-            cors.middleware,
-            boundary,
-            checking(hosts.check, keys, *forms),
-            lifetime(clients.running),
-        ],
+        middlewares=[cors.middleware, boundary(clients.running), checking(hosts.check, keys, *forms)],
         client_max_size=settings.max_body_bytes,
     )
-    app.on_response_prepare.append(cors.mark)
+    if settings.origins:
+        app.on_response_prepare.append(cors.mark)
 
     async def end_connection(_: web.Request, response: web.StreamResponse) -> None:
         if drain.is_on:
