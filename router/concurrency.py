@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 
 class ChangeSignal:
@@ -43,17 +43,14 @@ class ChangeSignal:
 
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _ITEMS_AT_A_TIME = 4
 
 
-async def cooperatively(items: Iterable[_T]) -> AsyncIterator[_T]:
-    """Yield the items, and after every few of them let the event loop run other tasks."""
-    for number, item in enumerate(items, 1):
-        yield item
-        # a request may have thousands of answers, and to begin or to cancel each takes time
-        if number % _ITEMS_AT_A_TIME == 0:
-            await asyncio.sleep(0)
+async def rest_after(number: int) -> None:
+    """Let the event loop run other tasks after every few items of a loop. number: of the item, from 1."""
+    # a request may have thousands of answers, and to begin or to cancel each takes time
+    if number % _ITEMS_AT_A_TIME == 0:
+        await asyncio.sleep(0)
 
 
 class TaskSet:

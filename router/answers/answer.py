@@ -17,7 +17,7 @@ from msgspec import structs
 
 from contract.outputs import FinishReason, TokenLogprobs
 from router.answers.timings import Timings
-from router.concurrency import cooperatively
+from router.concurrency import rest_after
 from router.intake.prepared_request import PreparedRequest
 from router.tokens.delivery import Token, TokenBatch
 from text.detokenizer import Detokenizer
@@ -314,8 +314,9 @@ async def _merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerat
 async def _start(
     streams: Sequence[AsyncGenerator[Delta, None]], items: _Items, tasks: list[asyncio.Task[None]]
 ) -> None:
-    async for index, stream in cooperatively(enumerate(streams)):
+    for index, stream in enumerate(streams):
         tasks.append(asyncio.create_task(_forward(index, stream, items)))
+        await rest_after(index + 1)
 
 
 async def _forward(index: int, stream: AsyncGenerator[Delta, None], items: _Items) -> None:
@@ -337,8 +338,9 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     """
     left = iter(reversed(tasks))
     try:
-        async for task in cooperatively(left):
+        for number, task in enumerate(left, 1):
             task.cancel()
+            await rest_after(number)
     finally:
         for task in left:
             task.cancel()

@@ -28,7 +28,7 @@ from router.attempts.leg_outcome import LegReport, deadline_error
 from router.attempts.leg_requests import AttemptTask
 from router.attempts.request_tracker import RequestState, RequestTracker, TrackedRequest
 from router.attempts.suspects import Suspects
-from router.concurrency import cooperatively
+from router.concurrency import rest_after
 from router.intake.prepared_request import PreparedRequest
 from router.intake.request import EmbeddingRequest, GenerationRequest
 from router.routing.legs import CONTINUATION, LEG_KINDS, LegKind
@@ -305,16 +305,18 @@ class OpenAnswers:
 
     async def admit(self, requests: Sequence[GenerationRequest | EmbeddingRequest]) -> None:
         """Admit every answer to the prompts. Raises OverloadedError, UnavailableError."""
-        async for request in cooperatively(requests):
+        for number, request in enumerate(requests, 1):
             answers: list[TrackedRequest] = []
             self._tracked.append(answers)
             for _ in request.choices:
                 answers.append(self._tracker.open(request))  # noqa: PERF401 - those that were admitted leave if one is not
+            await rest_after(number)
 
     async def open_runs(self, prepared: Sequence[PreparedRequest], tenant: str) -> None:
         """Open a run for every answer to the prompts, which were admitted before."""
         self._unread = self._parts.unread.open(tenant)
-        async for prompt, answers in cooperatively(zip(prepared, self._tracked, strict=True)):
+        for number, (prompt, answers) in enumerate(zip(prepared, self._tracked, strict=True), 1):
             opened = self._parts.open(prompt, answers, self._unread)
             self._prompts.append(opened)
             self.runs += opened.runs
+            await rest_after(number)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from contract.identity import Role
 from router.admission import reservation
 from router.admission.reservation import StartLimiter
-from router.concurrency import cooperatively
+from router.concurrency import rest_after
 from router.intake import limits
 from router.intake.round_robin import RoundRobin
 from tests.fakes.router.script import Script
@@ -90,7 +90,7 @@ async def test_a_cancelled_request_uses_up_no_turn() -> None:
 
 
 async def test_long_work_yields_to_other_tasks() -> None:
-    """Something else runs after every few items, and no item is lost."""
+    """Something else runs after every few items."""
     others = 0
 
     async def other() -> None:
@@ -100,9 +100,10 @@ async def test_long_work_yields_to_other_tasks() -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())
-    items = [item async for item in cooperatively(range(100))]
+    for number in range(1, 101):
+        await rest_after(number)
     task.cancel()
-    assert items == list(range(100)) and others >= 20
+    assert others >= 20
 
 
 class Orders:
