@@ -43,7 +43,12 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is certain now; empty while a character is unfinished."""
-        if self._ends_whole and _is_whole(text := self._decode_one(token_id, self._skips_special)):
+        # nearly always, so without a call of ``_is_whole``
+        if (
+            self._ends_whole
+            and (text := self._decode_one(token_id, self._skips_special))
+            and not text.endswith(_REPLACEMENT)
+        ):
             self._window = [token_id]
             self._num_read = 1
             return text

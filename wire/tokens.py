@@ -1,6 +1,7 @@
 """Converts the output of a worker's engine: ``EngineOutput`` with log probabilities and timings."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from contract.decoding import shown
 from contract.errors import InternalError
@@ -49,26 +50,14 @@ def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
 
     Raises BadNumberError, and InternalError for an unknown finish reason or log probabilities without their tokens.
     """
-    check_numbers(entry)
-    return EngineOutput(
-        request_id=entry.request_id,
-        choice=entry.choice,
-        attempt=entry.attempt,
-        first_index=entry.first_index,
-        token_ids=entry.token_ids[:],
-        logprobs=[*map(logprobs_from_proto, entry.logprobs)] if entry.logprobs else None,
-        prompt_logprobs=[*map(logprobs_from_proto, entry.prompt_logprobs)] if entry.prompt_logprobs else None,
-        finish_reason=_finish_reason(entry.finish_reason) if entry.finish_reason else None,
-        stop_reason=entry.stop_reason if entry.HasField("stop_reason") else None,
-        num_cached_tokens=entry.num_cached_tokens if entry.HasField("num_cached_tokens") else None,
-        timings=timings_from_proto(entry.timings) if entry.HasField("timings") else None,
-        error_kind=entry.error_kind or None,
-        error_message=entry.error_message or None,
-        error_param=entry.error_param or None,
-        pooled=entry.pooled[:] if entry.pooled else None,
-        handed_over=entry.handed_over,
-        is_rejected=entry.is_rejected,
-    )
+    values: dict[str, Any] = {"request_id": ""}
+    # most entries have three of the 17 fields, and to ask for one that is unset takes as long as for one that is set
+    for field, value in entry.ListFields():
+        name, read = _READERS[field]
+        values[name] = value if read is None else read(value)
+    if "pooled" in values:
+        check_numbers(entry)
+    return EngineOutput(**values)
 
 
 def _finish_reason(name: str) -> FinishReason:
@@ -139,3 +128,15 @@ def timings_from_proto(message: pb.LegTimings) -> RequestTimings:
         ),
         held_seconds=message.held_seconds,
     )
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "token_ids": list,
+    "logprobs": lambda entries: [*map(logprobs_from_proto, entries)],
+    "prompt_logprobs": lambda entries: [*map(logprobs_from_proto, entries)],
+    "finish_reason": _finish_reason,
+    "timings": timings_from_proto,
+    "pooled": list,
+}
+_READERS = {field: (field.name, _READ.get(field.name)) for field in pb.TokenEntry.DESCRIPTOR.fields}
+"""Field of an entry → that of the output, and its reader; None for a value that is taken as it is."""

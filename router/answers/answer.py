@@ -73,17 +73,17 @@ class Delta(msgspec.Struct, kw_only=True):
     """The part of a choice that one batch of tokens adds.
 
     text: empty while a character or a stop string is unfinished. reasoning, calls: in chats, the parts that are not text
-    for the reader. pieces: text, reasoning and calls in their order. num_reasoning_tokens: how many of the tokens end with
-    the last one of the reasoning. prompt: in the first delta. embedding: the whole result of a request for one.
-    finish_reason, usage, timings: in the last delta. stop_reason: the stop string or stop token id;
-    "grammar" with LENGTH: see ``EngineOutput.end``.
+    for the reader. parsed: text, reasoning and calls in their order; empty for an answer that is not parsed.
+    num_reasoning_tokens: how many of the tokens end with the last one of the reasoning. prompt: in the first delta.
+    embedding: the whole result of a request for one. finish_reason, usage, timings: in the last delta. stop_reason: the
+    stop string or stop token id; "grammar" with LENGTH: see ``EngineOutput.end``.
     """
 
     index: int = 0
     text: str = ""
     reasoning: str = ""
     calls: list[CallPiece] = []
-    pieces: list[Piece] = []
+    parsed: list[Piece] = []
     tokens: list[Token] = []
     num_reasoning_tokens: int = 0
     prompt: Prompt | None = None
@@ -93,10 +93,15 @@ class Delta(msgspec.Struct, kw_only=True):
     timings: Timings | None = None
     embedding: Sequence[float] = ()
 
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """Text, reasoning and calls in their order."""
+        return self.parsed or ([Content(self.text)] if self.text else [])
+
     def add(self, pieces: Iterable[Piece]) -> None:
         """Add pieces of the answer's text."""
         for piece in pieces:
-            append(self.pieces, piece)
+            append(self.parsed, piece)
             match piece:
                 case Content():
                     self.text += piece.text
@@ -165,7 +170,7 @@ class Answer:
             delta.tokens.append(token)
             self.num_tokens += 1
             if self._is_plain:
-                _add_plain(delta, text)
+                delta.text += text
                 continue
             was_reasoning = self._parser.is_reasoning
             # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once
@@ -180,7 +185,7 @@ class Answer:
         if batch.finish_reason is None:
             return delta
         if self._is_plain:
-            _add_plain(delta, self._texts.flush())
+            delta.text += self._texts.flush()
             return self._end(delta, batch.finish_reason, batch.stop_reason)
         delta.add(self._parser.push(self._stops.push(self._texts.flush())))
         if self._stops.matched is not None:
@@ -195,13 +200,6 @@ class Answer:
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
         return delta
-
-
-def _add_plain(delta: Delta, text: str) -> None:
-    """Add text that is not parsed."""
-    if text:
-        delta.text += text
-        append(delta.pieces, Content(text))
 
 
 class TokenTexts:

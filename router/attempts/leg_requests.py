@@ -111,21 +111,21 @@ def check_output(output: EngineOutput, request: PreparedRequest, most: int, work
     if token_ids:
         if max(token_ids) >= request.vocab_size:
             _raise_wrong(worker, f"token {max(token_ids)}; the vocabulary has {request.vocab_size}")
-        if output.first_index + len(token_ids) > most and request.plan.emits_tokens:
-            _raise_wrong(
-                worker, f"{output.first_index + len(token_ids)} tokens of an answer that has {most} at most"
-            )
+        end = output.first_index + len(token_ids)
+        if end > most and request.plan.emits_tokens:
+            _raise_wrong(worker, f"{end} tokens of an answer that has {most} at most")
         if request.sampling.logprobs is not None and len(output.logprobs or ()) != len(token_ids):
             _raise_wrong(worker, f"{len(output.logprobs or ())} log probabilities of {len(token_ids)} tokens")
     if output.num_cached_tokens is not None:
         num_prompt_tokens = len(request.prompt_token_ids)
         if output.first_index == 0 and output.num_cached_tokens > num_prompt_tokens:
             _raise_wrong(worker, f"{output.num_cached_tokens} cached tokens of {num_prompt_tokens}")
-    for each in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
-        if max((each.token_id, *each.top_token_ids)) >= request.vocab_size:
-            _raise_wrong(
-                worker, f"log probabilities of a token that the vocabulary of {request.vocab_size} lacks"
-            )
+    if output.logprobs or output.prompt_logprobs:
+        for each in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
+            if max((each.token_id, *each.top_token_ids)) >= request.vocab_size:
+                _raise_wrong(
+                    worker, f"log probabilities of a token that the vocabulary of {request.vocab_size} lacks"
+                )
 
 
 def _raise_wrong(worker: str, what: str) -> NoReturn:

@@ -62,8 +62,7 @@ class EventStream:
     @property
     def has_room(self) -> bool:
         """True if the headers were sent and a small write cannot wait for the client."""
-        transport = self._transport
-        return transport is not None and _is_empty(transport)
+        return self._transport is not None and _is_empty(self._transport)
 
     def send_now(self, chunks: Sequence[Event] = ()) -> None:
         """Write chunks while there is room; without any, what readers skip."""
