@@ -106,7 +106,7 @@ def start(legs: Sequence[Leg], request: EngineRequest, on_sent: Callable[[], Non
         for each in legs:
             each.reject(error)
 
-    leg.worker.orders.start(leg.kind.order(request), reject, on_sent)
+    leg.worker.orders.start(partial(leg.kind.write, request), reject, on_sent)
 
 
 class AttemptLegs:

@@ -6,10 +6,9 @@ A new kind of leg is a new row of ``LEG_KINDS`` and a plan that names it. Attemp
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
@@ -48,31 +47,33 @@ class Result(Enum):
 class LegKind:
     """The properties of one kind of leg. num_tokens_before: tokens that earlier legs of the attempt emit.
 
-    order: makes the order that starts a leg.
+    write: fills in the order that starts a leg.
     """
 
-    order: Callable[[EngineRequest], pb.Order]
+    write: Callable[[EngineRequest, pb.Order], object]
     transfer: Transfer = Transfer.NONE
     result: Result = Result.TOKENS
     num_tokens_before: int = 0
 
 
-def _order(leg: str, write: Callable[[EngineRequest, Any], object], request: EngineRequest) -> pb.Order:
-    """Return the order of a leg. leg: the order's field. write: fills it from the request."""
-    order = pb.Order()
-    write(request, getattr(order, leg))
-    return order
+def _write_prefill(request: EngineRequest, order: pb.Order) -> None:
+    prefill_to_proto(request, order.prefill)
 
 
-_prefill = partial(_order, "prefill", prefill_to_proto)
-_decode = partial(_order, "decode", decode_to_proto)
-_embed = partial(_order, "embed", embed_to_proto)
+def _write_decode(request: EngineRequest, order: pb.Order) -> None:
+    decode_to_proto(request, order.decode)
+
+
+def _write_embed(request: EngineRequest, order: pb.Order) -> None:
+    embed_to_proto(request, order.embed)
+
+
 LEG_KINDS: Mapping[str, LegKind] = MappingProxyType(
     {
-        PREFILL: LegKind(order=_prefill, transfer=Transfer.SEND),
-        DECODE: LegKind(order=_decode, transfer=Transfer.RECEIVE, num_tokens_before=1),
-        AGGREGATED: LegKind(order=_decode),
-        EMBED: LegKind(order=_embed, result=Result.EMBEDDING),
+        PREFILL: LegKind(write=_write_prefill, transfer=Transfer.SEND),
+        DECODE: LegKind(write=_write_decode, transfer=Transfer.RECEIVE, num_tokens_before=1),
+        AGGREGATED: LegKind(write=_write_decode),
+        EMBED: LegKind(write=_write_embed, result=Result.EMBEDDING),
     }
 )
 """The kinds of leg that this router places."""

@@ -28,7 +28,7 @@ A client that disconnects ends hundreds of answers at once, and the starts of ot
 class _Start:
     """A leg to start. since: when it was ordered. number: of the order, from 1; 0 until it is sent."""
 
-    order: pb.Order
+    write: Callable[[pb.Order], object]
     since: float
     reject: Callable[[KvbatonError], None]
     on_sent: Callable[[], None]
@@ -68,11 +68,17 @@ class OrderStream:
         self._wake.set()
 
     def start(
-        self, order: pb.Order, reject: Callable[[KvbatonError], None], on_sent: Callable[[], None]
+        self,
+        write: Callable[[pb.Order], object],
+        reject: Callable[[KvbatonError], None],
+        on_sent: Callable[[], None],
     ) -> None:
-        """Order a leg to be started. reject: called if the worker does not carry the order out in time."""
+        """Order a leg to be started. reject: called if the worker does not carry the order out in time.
+
+        write: fills the order in when it is sent, since a part of a message is copied when it is added, with a whole prompt.
+        """
         loop = asyncio.get_running_loop()
-        start = _Start(order, loop.time(), reject, on_sent)
+        start = _Start(write, loop.time(), reject, on_sent)
         self._starts.append(start)
         self._awaited.append(start)
         if self._timer is None:
@@ -124,25 +130,24 @@ class OrderStream:
         """Return the next message, and what to call when it was sent; None if there is nothing to send."""
         if self._messages:
             return self._messages.popleft(), []
-        orders: list[pb.Order] = []
+        message = pb.RouterMessage()
+        orders = message.orders.orders
         on_sent: list[Callable[[], None]] = []
         num_bytes = 0
         while self._starts and num_bytes < _MAX_BYTES:
             start = self._starts.popleft()
             self.counts.sent += 1
             start.number = self.counts.sent
-            orders.append(start.order)
+            order = orders.add()
+            start.write(order)
             on_sent.append(start.on_sent)
-            num_bytes += start.order.ByteSize()
+            num_bytes += order.ByteSize()
         # behind the starts: a cancel that arrives before its leg would end nothing, and the leg would run on
         num_cancels = 0 if self._starts else min(len(self._cancels), _MAX_CANCELS)
         self.counts.sent += num_cancels
-        orders += (pb.Order(cancel=self._cancels.popleft()) for _ in range(num_cancels))
-        if not orders:
-            return None
-        message = pb.RouterMessage()
-        message.orders.orders.extend(orders)
-        return message, on_sent
+        for _ in range(num_cancels):
+            orders.add(cancel=self._cancels.popleft())
+        return (message, on_sent) if orders else None
 
     def _reject_late(self) -> None:
         """Reject the starts that the worker should have carried out by now, and look again when the next one is due."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -43,7 +43,7 @@ class FirstLegs:
         self._orders = worker.orders
         self._role: Role | None = None
         self._accepted: asyncio.Future[tuple[float, float]] | None = None
-        self._ordered: tuple[float, pb.Order] | None = None
+        self._ordered: tuple[float, Callable[[pb.Order], object]] | None = None
         self._start = worker.orders.start
         self._carried_out = worker.orders.on_carried_out
         worker.orders.start = self._watch_start  # type: ignore[method-assign, assignment]
@@ -56,18 +56,20 @@ class FirstLegs:
         self._accepted = asyncio.get_running_loop().create_future()
         return self._accepted
 
-    def _watch_start(self, order: pb.Order, *rest: Any) -> None:
-        self._start(order, *rest)
+    def _watch_start(self, write: Callable[[pb.Order], object], *rest: Any) -> None:
+        self._start(write, *rest)
+        order = pb.Order()
+        write(order)
         role = Role.PREFILL if order.HasField("prefill") else Role.DECODE
         if role is self._role and self._ordered is None:
-            self._ordered = time.monotonic(), order
+            self._ordered = time.monotonic(), write
 
     def _watch_carried_out(self, num_orders: int) -> None:
         self._carried_out(num_orders)
         if self._accepted is None or self._accepted.done() or self._ordered is None:
             return
-        ordered_at, order = self._ordered
-        if not any(start.order is order for start in self._orders._awaited):
+        ordered_at, write = self._ordered
+        if not any(start.write is write for start in self._orders._awaited):
             self._accepted.set_result((ordered_at, time.monotonic()))
 
 

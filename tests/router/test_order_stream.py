@@ -19,6 +19,12 @@ def a_start(name: str) -> pb.Order:
     return pb.Order(decode=pb.DecodeRequest(task=pb.Task(request_id=name)))
 
 
+def name_of(write: Callable[[pb.Order], object]) -> str:
+    order = pb.Order()
+    write(order)
+    return order.decode.task.request_id
+
+
 def nothing() -> None:
     """Do nothing."""
 
@@ -36,7 +42,7 @@ class Stream(OrderStream):
             self.rejected.append(name)
             self.errors.append(error)
 
-        self.start(a_start(name), reject, on_sent)
+        self.start(lambda order: order.CopyFrom(a_start(name)), reject, on_sent)
 
     def stop(self, name: str) -> None:
         self.cancel(pb.CancelRequest(request_id=name))
@@ -179,7 +185,7 @@ def test_exactly_the_starts_that_were_not_carried_out_are_awaited(steps: list[st
                 carried_out = min(carried_out + int(step), len(known))
                 stream.on_carried_out(carried_out)
         done = {name for name in known[:carried_out] if not name.startswith("-")}
-        awaited = [start.order.decode.task.request_id for start in stream._awaited]
+        awaited = [name_of(start.write) for start in stream._awaited]
         assert awaited == [f"r{number}" for number in range(num_starts) if f"r{number}" not in done]
         stream.close()
 

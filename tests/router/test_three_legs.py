@@ -49,12 +49,12 @@ SLOW = Script(tokens=TOKENS, token_delay_seconds=0.2)
 """A prefill that is slower than the encoder."""
 
 
-def encode(request: EngineRequest) -> pb.Order:
+def encode(request: EngineRequest, order: pb.Order) -> None:
     """Order an encoder as an embedding, since it has no order of its own. Its result is not read here."""
-    return pb.Order(embed=embed_to_proto(replace(request, pooling_params=PoolingParams())))
+    embed_to_proto(replace(request, pooling_params=PoolingParams()), order.embed)
 
 
-KINDS = {**LEG_KINDS, ENCODE: LegKind(order=encode, result=Result.NONE)}
+KINDS = {**LEG_KINDS, ENCODE: LegKind(write=encode, result=Result.NONE)}
 
 
 class ThreeLegs(AdmissionQueue):

@@ -36,12 +36,14 @@ def send_order(worker: AttachedWorker, ordered: Ordered) -> None:
     match ordered:
         case pb.CancelRequest():
             worker.orders.cancel(ordered)
+            return
         case pb.PrefillRequest():
-            worker.orders.start(pb.Order(prefill=ordered), _fail, _nothing)
+            order = pb.Order(prefill=ordered)
         case pb.DecodeRequest():
-            worker.orders.start(pb.Order(decode=ordered), _fail, _nothing)
+            order = pb.Order(decode=ordered)
         case _:
-            worker.orders.start(pb.Order(embed=ordered), _fail, _nothing)
+            order = pb.Order(embed=ordered)
+    worker.orders.start(lambda sent: sent.CopyFrom(order), _fail, _nothing)
 
 
 def _fail(error: KvbatonError) -> None:
