@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Iterable
-from functools import cached_property
 from typing import NoReturn
 
 import msgspec
@@ -22,7 +21,7 @@ _LOST = (ErrorKind.UNAVAILABLE, ErrorKind.CANCELLED)
 """Errors with which a worker that ends rejects a leg."""
 
 
-class AttemptTask(msgspec.Struct, frozen=True, dict=True):
+class AttemptTask(msgspec.Struct, frozen=True):
     """The rest of one choice's answer, which an attempt has to compute.
 
     delivered: tokens that the client has already. number: how many attempts there were before.
@@ -37,9 +36,11 @@ class AttemptTask(msgspec.Struct, frozen=True, dict=True):
         """The name of the attempt in everything that its workers send."""
         return self.request.request_id, self.number, self.request.choice
 
-    @cached_property
+    @property
     def prompt(self) -> list[int]:
         """The request's prompt and the tokens that were delivered: the attempt continues behind them."""
+        if not self.delivered:
+            return self.request.prompt_token_ids
         return [*self.request.prompt_token_ids, *self.delivered]
 
 

@@ -1,5 +1,7 @@
 """A request with its prompt as token ids, every default filled in and every range checked."""
 
+from typing import Any
+
 import msgspec
 from msgspec import structs
 
@@ -101,8 +103,8 @@ def prepare(
         sampling=sampling,
         num_choices=request.num_choices,
     ).check(card.vocab_size)
-    return structs.replace(
-        _base_request(request, prompt_ids, timeout_seconds),
+    return PreparedRequest(
+        **_common_fields(request, prompt_ids, timeout_seconds),
         sampling=sampling,
         stop=stop,
         eos_token_ids=card.eos_token_ids,
@@ -139,24 +141,24 @@ def prepare_embedding(
     if not prompt_ids:
         raise InvalidRequestError("an input is empty; it needs at least one token", param="input")
     check_token_ids(prompt_ids, card.vocab_size, param="input")
-    base = _base_request(request, prompt_ids, timeout_seconds)
-    return structs.replace(base, plan=EMBEDDING, pooling=request.pooling)
+    common = _common_fields(request, prompt_ids, timeout_seconds)
+    return PreparedRequest(**common, plan=EMBEDDING, pooling=request.pooling)
 
 
-def _base_request(
+def _common_fields(
     request: GenerationRequest | EmbeddingRequest, prompt_ids: list[int], timeout_seconds: float
-) -> PreparedRequest:
-    """Return a request with the fields that answers and embeddings have in common."""
-    return PreparedRequest(
-        request_id=request.request_id,
-        prompt_token_ids=prompt_ids,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        arrival=request.arrival,
-        deadline=request.arrival + min(timeout_seconds, request.timeout_seconds or timeout_seconds),
-        tenant=request.tenant,
-        family=request.family or request.request_id,
-    )
+) -> dict[str, Any]:
+    """Return the fields of ``PreparedRequest`` that answers and embeddings have in common."""
+    return {
+        "request_id": request.request_id,
+        "prompt_token_ids": prompt_ids,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+        "arrival": request.arrival,
+        "deadline": request.arrival + min(timeout_seconds, request.timeout_seconds or timeout_seconds),
+        "tenant": request.tenant,
+        "family": request.family or request.request_id,
+    }
 
 
 def _check_priority(priority: int) -> None:
