@@ -166,6 +166,10 @@ class OneBody:
             if encoding == "identity":
                 content = request.content
                 # the bytes of a body that has arrived whole are taken at once, without a coroutine for them
+                if content.is_eof():
+                    whole = content.read_nowait()
+                    self._count(whole)
+                    return whole
                 while piece := content.read_nowait() if content.is_eof() else await content.readany():
                     self._count(piece)
                     pieces.append(piece)

@@ -83,9 +83,7 @@ class GenerationParser:
 
     def _options(self, requests: list[GenerationRequest], body: Body) -> AnswerOptions:
         stream = is_streamed(body)
-        options = body.object("stream_options")
-        for name, neutral in STREAM_NEUTRAL.items():
-            reject_unless_neutral(f"stream_options.{name}", options.fields.get(name), neutral)
+        include_usage = stream and _includes_usage(body.object("stream_options"))
         first = requests[0]
         num_choices = len(requests) * first.num_choices
         # all of them wait in the queue at once, so a request with more could never be admitted
@@ -99,13 +97,19 @@ class GenerationParser:
             model=first.model or self._models.card().name,
             created=int(time.time()),
             stream=stream,
-            include_usage=stream and options.flag("include_usage"),
+            include_usage=include_usage,
             logprobs=first.logprobs is not None,
             return_token_ids=body.flag("return_token_ids"),
             timings=body.flag("timings"),
             num_chosen=body.get("n") or 1,
             prompt_logprobs=body.get("prompt_logprobs") is not None,
         )
+
+
+def _includes_usage(stream_options: Body) -> bool:
+    for name, neutral in STREAM_NEUTRAL.items():
+        reject_unless_neutral(f"stream_options.{name}", stream_options.fields.get(name), neutral)
+    return stream_options.flag("include_usage")
 
 
 def _chat_logprobs(body: Body) -> int | None:
