@@ -76,6 +76,8 @@ class Failures:
     @property
     def too_small(self) -> frozenset[str]:
         """Ids of the workers that rejected the request because it is too long for them."""
+        if not self._too_small:
+            return _NONE
         return frozenset(worker.name for worker in self._too_small if not worker.gone.is_set())
 
     @property

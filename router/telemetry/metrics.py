@@ -223,11 +223,12 @@ class Times:
 
     def observe(self, timings: Timings, num_tokens: int) -> None:
         """Record the phases of one request, whose answer has this many tokens."""
-        first = timings.queue + timings.prefill
-        itl = (timings.end_to_end - first) / (num_tokens - 1) if num_tokens > 1 else None
+        first = (queue := timings.queue) + timings.prefill
+        end_to_end = timings.end_to_end
+        itl = (end_to_end - first) / (num_tokens - 1) if num_tokens > 1 else None
         self.goals.on_answer(first, itl)
-        self._e2e.observe(timings.end_to_end)
-        self._queue.observe(timings.queue)
+        self._e2e.observe(end_to_end)
+        self._queue.observe(queue)
         self._prefill.observe(timings.prefill)
         self._transfer.observe(timings.transfer)
         self._decode.observe(timings.first_decode_step + timings.decode)

@@ -18,6 +18,7 @@ _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
 class Body:
     """The fields of one request. Every getter returns the default for a field that is missing or null.
 
+    Most bodies have few of the fields that are read, so getters look for the name first.
     Getters raise InvalidRequestError for a value of another type.
     schema: describes the fields (``router.http.schema``); reading a field that it does not describe is a bug and raises
     LookupError if the client has sent it. None: every field may be read.
@@ -48,6 +49,8 @@ class Body:
 
     def integer(self, name: str) -> int | None:
         """Return an integer."""
+        if name not in self.fields:
+            return None
         value = self.get(name)
         # not isinstance, by which ``true`` would be an integer
         if value is not None and type(value) is not int:
@@ -56,6 +59,8 @@ class Body:
 
     def integer_within(self, name: str, low: int, high: int) -> int | None:
         """Return an integer in ``low``..``high``."""
+        if name not in self.fields:
+            return None
         value = self.integer(name)
         if value is not None and not low <= value <= high:
             raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
@@ -74,6 +79,8 @@ class Body:
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a boolean."""
+        if name not in self.fields:
+            return default
         value = self.get(name)
         if value is not None and type(value) is not bool:
             raise _wrong(name, value, "true or false")
