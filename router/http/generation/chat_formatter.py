@@ -45,7 +45,7 @@ class ChatFormatter(OpenAIFormatter):
         )
         if delta.index in self._begun and not has_more:
             # nearly every delta of a stream; only its text is encoded
-            return [self._text_chunk(delta.index, delta.text)] if delta.text else []
+            return [self._text_event(delta.index, delta.text)] if delta.text else []
         out = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)

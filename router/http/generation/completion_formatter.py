@@ -111,7 +111,7 @@ class CompletionFormatter(OpenAIFormatter):
         if not delta.finish_reason:
             if self._shows_tokens and delta.tokens:
                 return [self._piece(delta)]
-            return [self._text_chunk(delta.index, delta.text)] if delta.text else []
+            return [self._text_event(delta.index, delta.text)] if delta.text else []
         return self._finished(_KIND, [self._piece(delta)], delta)
 
     def whole(self, deltas: list[Delta]) -> Json:

@@ -13,6 +13,7 @@ import msgspec
 from router.answers.answer import Delta, Prompt, Usage
 from router.http.bodies.body import Json
 from router.http.exchange import AnswerOptions
+from router.http.streaming import data_event
 from router.tokens.delivery import Token
 from text.tokenizer import Tokenizer
 
@@ -37,21 +38,21 @@ class OpenAIFormatter(ABC):
         self._logprobs: defaultdict[int, LogprobsFormatter] = defaultdict(logprobs)
         self._usages: list[Usage] = []
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        """The JSON before and behind the text of a chunk, by choice."""
+        """The bytes before and behind the text in a chunk's event, by choice."""
 
     @abstractmethod
     def _with_text(self, index: int, text: str) -> Json:
         """Return the chunk of a choice that has nothing but text."""
 
-    def _text_chunk(self, index: int, text: str) -> msgspec.Raw:
-        """Return the JSON of ``_with_text``."""
+    def _text_event(self, index: int, text: str) -> bytes:
+        """Return the event of ``_with_text``."""
         # the text is the only part of these chunks that changes, and every token of a stream passes here: what is around it
         # is encoded once for each choice
         if (around := self._around.get(index)) is None:
             place = msgspec.json.encode(_PLACE)
-            before, after = msgspec.json.encode(self._with_text(index, _PLACE)).split(place)
+            before, after = data_event(self._with_text(index, _PLACE)).split(place)
             around = self._around[index] = before, after
-        return msgspec.Raw(around[0] + msgspec.json.encode(text) + around[1])
+        return around[0] + msgspec.json.encode(text) + around[1]
 
     def _choice(self, deltas: list[Delta], content: Json) -> Json:
         """Return a choice with ``content`` and the details of its deltas that were asked for."""
