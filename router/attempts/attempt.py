@@ -29,7 +29,7 @@ from router.workers.attached_worker import AttachedWorker
 from router.workers.capacity import CreditHold
 from wire.tokens import output_from_proto
 
-_FAILED = (FinishReason.ERROR, FinishReason.ABORT)
+_FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
 
 
 class AttemptOwner(Protocol):

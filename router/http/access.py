@@ -38,23 +38,23 @@ def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Che
     open_paths = _OPEN_PATHS if metrics_need_key else _OPEN_PATHS | {_METRICS}
 
     def check(request: web.Request) -> None:
-        if not keys.are_required or request.path in open_paths:
-            return
-        authorization = authorization_of(request)
-        try:
-            keys.check(authorization)
-        except UnauthenticatedError:
-            wrong.note(request.remote or "a disconnected client")
-            raise
-        request[_TENANT] = keys.tenant(authorization)
+        tenant = ""
+        if keys.are_required and request.path not in open_paths:
+            authorization = authorization_of(request)
+            try:
+                keys.check(authorization)
+            except UnauthenticatedError:
+                wrong.note(request.remote or "a disconnected client")
+                raise
+            tenant = keys.tenant(authorization)
+        request[_TENANT] = tenant
 
     return check
 
 
 def tenant_of(request: web.Request) -> str:
     """Return the digest of the API key that ``key_check`` accepted; "" if no key is required."""
-    tenant: str = request.get(_TENANT, "")
-    return tenant
+    return request[_TENANT]
 
 
 class Cors:

@@ -27,7 +27,11 @@ def build_app(
     # With API keys there is nothing to protect from forms: a page of another site cannot send a key.
     forms = [] if clients.keys.are_required else [cors.reject_forms(hosts)]
     app = web.Application(
-        middlewares=[cors.middleware, boundary(clients.running), checking(hosts.check, keys, *forms)],
+        middlewares=[
+            *([cors.middleware] if settings.origins else []),
+            boundary(clients.running),
+            checking(hosts.check, keys, *forms),
+        ],
         client_max_size=settings.max_body_bytes,
     )
     if settings.origins:

@@ -340,7 +340,8 @@ class WorkerMemory:
 
     def recent_sizes(self) -> list[WorkerSize]:
         """Return the sizes of the workers that were detached a moment ago."""
-        if self._gone:
-            now = self._clock()
-            self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
+        if not self._gone:
+            return []
+        now = self._clock()
+        self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
         return [size for _, size in self._gone.values()]
