@@ -255,11 +255,12 @@ def test_the_deadline_of_an_earlier_load_does_not_end_a_later_one() -> None:
 
 
 def test_kv_with_nan_is_not_kept() -> None:
-    """Law 1: neither what was stored of its earlier chunks, nor what waits to be."""
+    """Law 1: neither what was stored of its prefix, nor what waits to be."""
     engine = engine_with_tier(max_num_batched_tokens=10)
+    engine.add(fake_request("before", [3] * 9, 1))
+    engine.run()
+    assert len(storage_of(engine).contents) == 2, "an idle engine stores what is full"
     engine.add(fake_request("bad", [3] * 10 + [NAN_TOKEN], 2))
-    engine.step()
-    assert counter(engine, "bytes") + len(storage_of(engine).stores) > 0
     engine.run()
     assert engine.end("bad#0.0").error_kind == "internal"
     evict(engine)
