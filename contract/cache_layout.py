@@ -12,16 +12,18 @@ import msgspec
 
 from contract.decoding import Positive
 from contract.layout import KVLayout
+from contract.state_layout import StateLayout
 
 
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Layers whose KV is kept alike. Raises ValueError if the layout has another number of layers.
 
-    layers: their numbers in the model, ascending. layout: the shape of a block over these layers. window: how many tokens a
+    layers: their numbers among those that keep KV, ascending; none in a model of recurrent layers alone, whose blocks have
+    no bytes, and only count tokens. layout: the shape of a block over these layers. window: how many tokens a
     token sees, itself included, so that older blocks are not kept; None: all, and all are kept.
     """
 
-    layers: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
+    layers: tuple[int, ...]
     layout: KVLayout
     window: Positive | None = None
 
@@ -55,13 +57,15 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return min(num_blocks, (span + size - 2) // size + 1)
 
 
-class CacheLayout(msgspec.Struct, frozen=True):
+class CacheLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """All groups of a model. Raises ValueError unless they have each layer once.
 
     groups: the one that reaches farthest first: of all tokens, if there is one, then by window, from wide to narrow.
+    states: what the recurrent layers keep, in one slot of a request; None: the model has none.
     """
 
     groups: Annotated[tuple[CacheGroup, ...], msgspec.Meta(min_length=1)]
+    states: StateLayout | None = None
 
     def __post_init__(self) -> None:
         """Check the layers."""
@@ -70,22 +74,24 @@ class CacheLayout(msgspec.Struct, frozen=True):
             raise ValueError(f"the groups have the layers {layers}; each of a model must be in one of them")
 
     @classmethod
-    def of(cls, layout: KVLayout, windows: Sequence[int | None]) -> "CacheLayout":
+    def of(
+        cls, layout: KVLayout, windows: Sequence[int | None], states: StateLayout | None = None
+    ) -> "CacheLayout":
         """Return the groups of a model of which each layer has the shape of ``layout`` and a window; None: all tokens."""
-        groups = []
+        groups = [] if windows else [CacheGroup(layers=(), layout=layout)]
         for window in sorted(set(windows), key=lambda each: (each is not None, -(each or 0))):
             layers = tuple(layer for layer, own in enumerate(windows) if own == window)
             own_layout = msgspec.structs.replace(layout, num_layers=len(layers))
             groups.append(CacheGroup(layers=layers, layout=own_layout, window=window))
-        return cls(tuple(groups))
+        return cls(tuple(groups), states)
 
     @property
     def is_uniform(self) -> bool:
-        """True if each layer keeps all tokens: one table, and blocks of ``groups[0].layout``."""
+        """True if each layer with KV keeps all tokens: one table, and blocks of ``groups[0].layout``."""
         return len(self.groups) == 1 and self.groups[0].window is None
 
     def fingerprint(self) -> str:
         """Return a short hash; that of the block's layout if all layers keep all tokens (``KVLayout.fingerprint``)."""
-        if self.is_uniform:
+        if self.is_uniform and self.states is None:
             return self.groups[0].layout.fingerprint()
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()

@@ -33,7 +33,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     a layout is encoded, so that its messages and fingerprint are those of versions without this field.
     """
 
-    num_layers: Positive
+    num_layers: Annotated[int, msgspec.Meta(ge=0)]
     num_kv_heads: Positive
     head_dim: Positive
     block_size: Positive

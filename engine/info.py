@@ -14,7 +14,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     without a connector. has_head: False for a model that computes embeddings only. num_kv_heads: see ``Side``.
     device: "cpu", or "cuda:N" of the first rank. model: the model's folder.
     groups, group_blocks: the groups of layers, and the number of blocks of each, if not each layer keeps all tokens. Then
-    layout and num_blocks are those of the first group.
+    layout and num_blocks are those of the first group. num_state_slots: for the states of recurrent layers.
     """
 
     vocab_size: int
@@ -32,6 +32,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     groups: tuple[CacheGroup, ...] = ()
     group_blocks: tuple[int, ...] = ()
+    num_state_slots: int = 0
+
+    @property
+    def why_alone(self) -> str:
+        """The reason for which the engine can neither lend KV nor receive any; empty: it can."""
+        if not self.num_state_slots:
+            return ""
+        return "the states of the model's recurrent layers are not handed over"
 
     @property
     def side(self) -> Side:

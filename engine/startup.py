@@ -11,6 +11,7 @@ from engine.connecting import EngineConnector
 from engine.info import EngineInfo
 from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.blocks.cache_pools import CachePools
+from engine.scheduling.blocks.state_slots import StateSlots
 from engine.scheduling.interface import SchedulerInterface
 from engine.scheduling.live_requests import Limits
 from engine.scheduling.scheduler import Scheduler
@@ -41,20 +42,30 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
     """Load the weights on all ranks, then allocate the KV cache. Raises SettingError for what cannot be served."""
     # Imported here, so that a process that only talks to an engine never loads torch.
     from engine.executor import create_executor
-    from engine.kv_cache.sizing import Workload
+    from engine.kv_cache.sizing import StateNeeds, Workload
     from engine.kv_cache.startup import initialize_kv_cache
 
     executor = create_executor(settings)
+    layout = executor.model_info.states
+    states = None if layout is None else StateNeeds(layout, settings.block_size)
+    has_tiers = settings.host_kv_bytes or settings.disk_kv_dir is not None
+    if states is not None and has_tiers:
+        executor.shutdown()
+        param = "host_kv_bytes" if settings.host_kv_bytes else "disk_kv_dir"
+        raise SettingError(
+            f"{param} is set, and KV tiers do not store the states of recurrent layers, which the model has: leave it unset",
+            param=param,
+        )
     workload = None
     why_whole = ""
-    if settings.keeps_all_tokens:
+    if settings.keeps_all_tokens and states is None:
         why_whole = "a connector hands over one kind of blocks"
-    elif settings.host_kv_bytes or settings.disk_kv_dir is not None:
+    elif has_tiers:
         why_whole = "KV tiers store one kind of blocks"
     else:
         length = executor.model_info.max_model_len
         workload = Workload(length, settings.max_num_batched_tokens, settings.max_num_seqs)
-    num_blocks, _ = initialize_kv_cache(executor, workload=workload, why_whole=why_whole)
+    num_blocks, _ = initialize_kv_cache(executor, workload=workload, why_whole=why_whole, states=states)
     return executor, num_blocks
 
 
@@ -104,6 +115,7 @@ def describe_engine(
         model=str(settings.model),
         groups=() if config is None or config.cache.is_uniform else config.cache.groups,
         group_blocks=() if config is None or config.cache.is_uniform else config.num_blocks,
+        num_state_slots=0 if config is None else config.num_state_slots,
     )
 
 
@@ -124,6 +136,10 @@ def create_scheduler(
 ) -> SchedulerInterface:
     """Return the scheduler of an engine, with pools of its blocks."""
     groups = info.groups or CacheLayout.of(info.layout, [None] * info.layout.num_layers).groups
+    has_states = info.num_state_slots > 0
+    if has_states and settings.speculate != "none":
+        logger.info("no drafts: a state of recurrent layers cannot forget those that were wrong")
+        settings = settings.model_copy(update={"speculate": "none"})
     pools = CachePools(
         groups,
         [
@@ -131,6 +147,7 @@ def create_scheduler(
             for number in info.group_blocks or (info.num_blocks,)
         ],
         settings.max_num_batched_tokens,
+        StateSlots(info.num_state_slots) if has_states else None,
     )
     limits = Limits.of(
         pools, info.max_model_len, info.vocab_size, info.model_fingerprint, settings.max_prompt_tokens

@@ -66,12 +66,22 @@ class RequestState:
 
 
 class BlockTables:
-    """A block table ``[num_rows, max_blocks]`` of int32 for each group of layers; unused cells are 0, the null block."""
+    """A block table ``[num_rows, max_blocks]`` of int32 for each group of layers; unused cells are 0, the null block.
 
-    def __init__(self, num_rows: int, max_blocks: int, num_groups: int) -> None:
-        self.tables: list[NDArray[np.int32]] = [
+    of_groups: these. of_states: another one, of one column: the slot of a request's states (0: none); None without recurrent
+    layers. tables: all of them, that of the states last.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int, cache: CacheLayout | None) -> None:
+        num_groups = 1 if cache is None else len(cache.groups)
+        self.of_groups: list[NDArray[np.int32]] = [
             np.zeros((num_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)
         ]
+        self.of_states: NDArray[np.int32] | None = None
+        self.tables = self.of_groups
+        if cache is not None and cache.states is not None:
+            self.of_states = np.zeros((num_rows, 1), dtype=np.int32)
+            self.tables = [*self.of_groups, self.of_states]
 
     def clear(self, row: int) -> None:
         """Remove all blocks of a row."""
@@ -100,6 +110,7 @@ class InputBatch:
     of continuing requests. While it is unchanged, rows are unchanged, and each request has computed what was scheduled last.
 
     cache: the groups of layers, each of which has a table of its own in ``block_tables``, in their order; None: one group.
+    tables: all of them; with recurrent layers a request's blocks end with its slot.
     """
 
     def __init__(
@@ -109,8 +120,8 @@ class InputBatch:
         self.block_size = block_size
         self.token_table: NDArray[np.int32] = np.zeros((max_num_reqs, max_model_len), dtype=np.int32)
         self.cache = cache
-        self._blocks = BlockTables(max_num_reqs, max_blocks, 1 if cache is None else len(cache.groups))
-        self.block_tables = self._blocks.tables
+        self.tables = BlockTables(max_num_reqs, max_blocks, cache)
+        self.block_tables = self.tables.of_groups
         self.block_table = self.block_tables[0]
         self.requests: dict[str, RequestState] = {}
         self.generation = 0
@@ -225,7 +236,7 @@ class InputBatch:
             num_prompt_tokens=new.num_prompt_tokens,
             num_tokens=0,
             num_computed_tokens=new.num_computed_tokens,
-            block_ids=tuple([] for _ in self.block_tables),
+            block_ids=tuple([] for _ in self.tables.tables),
             num_choices=new.num_choices,
             pooling=new.pooling_params,
         )
@@ -272,9 +283,9 @@ class InputBatch:
     ) -> None:
         if is_replacement:
             assert state.row is not None, "it is seated"
-            self._blocks.clear(state.row)
-            state.block_ids = tuple([] for _ in self.block_tables)
-        self._blocks.append(state, block_ids)
+            self.tables.clear(state.row)
+            state.block_ids = tuple([] for _ in self.tables.tables)
+        self.tables.append(state, block_ids)
 
     def _remove(self, req_id: str) -> None:
         state = self.requests.pop(req_id, None)
@@ -286,7 +297,7 @@ class InputBatch:
             return
         self.generation += 1
         self.token_table[state.row] = 0
-        self._blocks.clear(state.row)
+        self.tables.clear(state.row)
         self._free_rows.append(state.row)
         self._free_rows.sort(reverse=True)
         state.row = None

@@ -5,7 +5,7 @@ gathered from them with integer arithmetic; nothing here touches a device. If ev
 the tables' contents can be prepared one step ahead (``outline_next``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from contract.state_layout import NO_SLOT
 from engine.compute.batch import InputBatch
+from engine.models.recurrent_layers import StateKey, StateStep
 from engine.outputs import SchedulerOutput
 
 IntVector = NDArray[np.int32]
@@ -79,6 +81,7 @@ class PreparedInputs(Outline):
     Request level: block_table ``[num_reqs, blocks of the longest sequence]`` (zero padded; zero where no token of the step
     sees a block). others: the same of the layers that have tables of their own: those of other groups than the first.
     fed: int64 ``[num_reqs]``, the tokens of a step that runs ahead, on the device. Its ``input_ids`` are not known yet.
+    state_slots, states: see StateStep; empty, and None, without slots.
     """
 
     input_ids: IntVector
@@ -87,6 +90,16 @@ class PreparedInputs(Outline):
     block_table: IntVector
     others: tuple[GroupTables, ...] = ()
     fed: Tensor | None = None
+    state_slots: Sequence[int] = ()
+    states: Mapping[StateKey, Tensor] | None = None
+
+    @property
+    def state_step(self) -> StateStep:
+        """The step as recurrent layers see it."""
+        slots = self.state_slots or [NO_SLOT] * self.num_reqs
+        return StateStep(
+            slots, self.num_computed_tokens.tolist(), self.num_scheduled_tokens.tolist(), self.states
+        )
 
     def of_group(self, tables: GroupTables) -> "PreparedInputs":
         """Return the inputs of the layers of one of ``others``."""
@@ -132,6 +145,7 @@ def prepare_inputs(
         block_numbers=block_numbers,
         slot_mapping=block_numbers.astype(np.int64) * batch.block_size + outline.block_offsets,
         block_table=np.take(batch.block_table[:, :num_used], outline.rows, axis=0),
+        state_slots=[] if (slots := batch.tables.of_states) is None else slots[outline.rows, 0].tolist(),
     )
     if batch.cache is None or batch.cache.is_uniform:
         return inputs

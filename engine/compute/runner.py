@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from contract.errors import InternalError, SettingError
 from contract.layout import KVLayout
@@ -20,9 +21,9 @@ from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
 from engine.compute.begun_step import BegunStep, RankSampler
 from engine.compute.forward import ForwardPass, MakeForward, forward_pass
-from engine.compute.inputs import Outline, prepare_inputs
+from engine.compute.inputs import Outline, PreparedInputs, prepare_inputs
 from engine.compute.profiling import null_layers, profile_inputs, warm_up_steps
-from engine.connector import RankConnector, RankConnectorPlan
+from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
 from engine.distributed.group import RankGroup, SingleRank, rank_device
 from engine.distributed.token_exchange import join_exchange
 from engine.kv_cache.memory import PagedKVMemory
@@ -194,7 +195,9 @@ class ModelRunner:
     @property
     def runs_ahead(self) -> bool:
         """True if the next step may begin before one is waited for; see ``begin``."""
-        return self._settings.enable_run_ahead and self._model.forward.runs_ahead
+        forward = self._model.forward
+        # The token of an answer that has ended would be in its state.
+        return self._settings.enable_run_ahead and forward.runs_ahead and self.model_info.states is None
 
     def get_model_info(self) -> ModelInfo:
         """Return ``model_info``, for ``collective_rpc``."""
@@ -282,10 +285,7 @@ class ModelRunner:
             watch = None
             if self._connector is not None and metadata is not None:
                 watch = self._connector.watch_layers(metadata)
-            # Only such a step may end without results: it is cheap to compute again, and publishes nothing.
-            is_cheap = scheduled.is_decode_only and metadata is None
-            with torch.inference_mode():
-                states = model.forward.begin(inputs, self.regions.layers, watch, may_be_interrupted=is_cheap)
+            states = _launch(model.forward, inputs, self.regions, watch, scheduled)
             begun = BegunStep(scheduled, batch, inputs, watch, states, model.sampler, model.prompt_logprobs)
         self._unread = begun
         return partial(self._finish, scheduled, begun)
@@ -330,6 +330,26 @@ class ModelRunner:
         if self._regions is not None:
             self._regions.close()
         self._group.close()
+
+
+def _launch(
+    forward: ForwardPass,
+    inputs: PreparedInputs,
+    regions: Regions,
+    watch: LayerWatch | None,
+    scheduled: SchedulerOutput,
+) -> Callable[[], Tensor | None]:
+    """Begin the forward pass of a step; see ``ForwardPass.begin``."""
+    states = regions.states
+    # Only such a step may end without results: it is cheap to compute again, and publishes nothing. A state would absorb
+    # its tokens twice.
+    is_cheap = scheduled.is_decode_only and scheduled.kv_connector_metadata is None and states is None
+    if states is not None:
+        inputs = replace(inputs, states=states.states)
+        states.begin(inputs.state_step, inputs.req_ids)
+    with torch.inference_mode():
+        hidden = forward.begin(inputs, regions.layers, watch, may_be_interrupted=is_cheap)
+    return hidden if states is None else states.finishing(inputs.state_step, hidden)
 
 
 def _add_drafts(batch: InputBatch, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:

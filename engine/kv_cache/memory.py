@@ -91,7 +91,7 @@ class TritonFold:
 
 def find_fold(pool: Tensor) -> Fold | None:
     """Return what adds up blocks of a pool ``[num_blocks, num_layers, ...]``, tried out; None, and log why, if none can."""
-    if pool.device.type != "cuda":
+    if pool.device.type != "cuda" or not pool.numel():
         return None
     layer_bytes = pool[0, 0].numel() * pool.element_size()
     if importlib.util.find_spec("triton") is None:
@@ -211,7 +211,8 @@ class MappedKVMemory(PagedKVMemory):
         self._pages = pages or HostPages(num_bytes)
         self.memfd = self._pages.memfd
         self.pool_view: memoryview = self._pages.view[start : start + num_bytes]
-        flat = torch.frombuffer(self.pool_view, dtype=TORCH_DTYPES[layout.dtype])
+        numbers = self.pool_view or bytearray(1)  # a model of recurrent layers alone has blocks without bytes
+        flat = torch.frombuffer(numbers, dtype=torch.uint8)[:num_bytes].view(TORCH_DTYPES[layout.dtype])
         super().__init__(layout, num_blocks, flat.view(num_blocks, *layout.shape))
 
     def read_view(self, block_id: int) -> memoryview:

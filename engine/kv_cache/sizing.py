@@ -13,6 +13,7 @@ import torch
 
 from contract.cache_layout import CacheLayout
 from contract.errors import SettingError
+from contract.state_layout import StateLayout
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ _HOST_SHARE = 4
 _TYPICAL_TOKENS = 4096
 # Two requests of any length can run at once.
 _LEAST_REQUESTS = 2
+# Blocks without bytes only count tokens; each of them is an entry of some lists, though.
+_MOST_EMPTY_BLOCKS = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -47,6 +50,15 @@ class Workload:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+
+
+@dataclass(frozen=True)
+class StateNeeds:
+    """The states of recurrent layers. block_size: of the KV blocks. num_snapshots: slots beside those of requests."""
+
+    layout: StateLayout
+    block_size: int
+    num_snapshots: int = 0
 
 
 class MemoryProbe(Protocol):
@@ -180,6 +192,36 @@ def share_memory(layout: CacheLayout, num_bytes: int, workload: Workload) -> tup
 
     most = num_bytes // first.layout.block_bytes
     return with_first(max(0, bisect_left(range(most + 1), True, lo=1, key=is_too_much) - 1))
+
+
+def share_with_states(
+    layout: CacheLayout, num_bytes: int, workload: Workload, states: StateNeeds
+) -> tuple[tuple[int, ...], int]:
+    """Return the number of blocks of each group, see ``share_memory``, and the number of slots for states.
+
+    As many requests as fit with a text of a typical length and a slot get one, ``max_num_seqs`` at most. The blocks have the
+    rest. Raises SettingError, with all numbers, if two requests do not fit beside the snapshots.
+    """
+    slot_bytes = states.layout.slot_bytes
+    typical = min(workload.max_model_len, _TYPICAL_TOKENS)
+    text_bytes = sum(group.max_blocks(typical, 1) * group.layout.block_bytes for group in layout.groups)
+    num_left = num_bytes - states.num_snapshots * slot_bytes
+    num_requests = min(max(num_left // (slot_bytes + text_bytes), _LEAST_REQUESTS), workload.max_num_seqs)
+    num_left -= num_requests * slot_bytes
+    num_slots = num_requests + states.num_snapshots
+    per_block = layout.groups[0].layout.block_bytes
+    if not per_block and num_left >= 0:
+        per_text = -(-workload.max_model_len // states.block_size)
+        return (1 + max(per_text, min(num_requests * per_text, _MOST_EMPTY_BLOCKS)),), num_slots
+    num_blocks = share_memory(layout, max(0, num_left), workload) if per_block else (0,)
+    if min(num_blocks) < 2:  # the null block, and one to compute with
+        raise SettingError(
+            f"there are {num_bytes} bytes for the KV cache; the states of {num_requests} requests and "
+            f"{states.num_snapshots} snapshots need {num_slots} slots of {slot_bytes} bytes ({num_slots * slot_bytes} "
+            f"bytes), and a block of KV has {per_block}: raise kv_cache_bytes, or lower state_snapshots",
+            param="kv_cache_bytes",
+        )
+    return num_blocks, num_slots
 
 
 def _held(reading: MemoryReading) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from contract.cache_layout import CacheLayout
 from contract.errors import InternalError, SettingError
 from contract.layout import DTYPE_BYTES, KEY_VALUE, KVLayout
-from engine.kv_cache.sizing import Workload, share_memory
+from engine.kv_cache.sizing import StateNeeds, Workload, share_memory, share_with_states
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +49,23 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The allocation of one rank. num_blocks: of each group of ``cache``, in which all layers of a block lie together."""
+    """The allocation of one rank. num_blocks: of each group of ``cache``, in which all layers of a block lie together.
+
+    num_state_slots: of the states of recurrent layers, those of snapshots included.
+    """
 
     num_blocks: tuple[int, ...]
     cache: CacheLayout
+    num_state_slots: int = 0
 
     @property
     def num_bytes(self) -> int:
         """The size of all blocks."""
         sizes = (group.layout.block_bytes for group in self.cache.groups)
-        return sum(map(mul, self.num_blocks, sizes))
+        states = self.cache.states
+        num_state_bytes = 0 if states is None else self.num_state_slots * states.slot_bytes
+        num_kv_bytes: int = sum(map(mul, self.num_blocks, sizes))
+        return num_kv_bytes + num_state_bytes
 
     def max_length(self, max_model_len: int) -> int:
         """Return the tokens of the longest text that fits, ``max_model_len`` at most; windows fit a text of any length."""
@@ -76,20 +83,26 @@ def block_bytes(specs: Mapping[str, KVCacheSpec]) -> int:
 
 
 def make_config(
-    specs: Mapping[str, KVCacheSpec], available_bytes: int, workload: Workload | None = None
+    specs: Mapping[str, KVCacheSpec],
+    available_bytes: int,
+    workload: Workload | None = None,
+    states: StateNeeds | None = None,
 ) -> KVCacheConfig:
     """Return a config of as many blocks as fit. Raises SettingError if fewer than two do, with both numbers of bytes.
 
-    workload: for which memory is shared among layers with different windows; None: each layer keeps all tokens.
+    workload: for which memory is shared among layers with different windows; None: each layer keeps all tokens. states:
+    those of recurrent layers, which need a workload; a model may have these alone.
     """
     per_block = block_bytes(specs)
-    if available_bytes < MIN_BLOCKS * per_block:
+    if states is None and available_bytes < MIN_BLOCKS * per_block:
         raise SettingError(
             f"there are {available_bytes} bytes for the KV cache, and {MIN_BLOCKS} blocks of {per_block} bytes "
             f"({MIN_BLOCKS * per_block} bytes) are needed; raise kv_cache_bytes or free memory",
             param="kv_cache_bytes",
         )
-    first, *others = specs.values()
+    first, *others = list(specs.values()) or [
+        KVCacheSpec(states.block_size if states else 1, 1, 1, "float32")
+    ]
     if any(replace(spec, window=first.window) != first for spec in others):
         raise InternalError("layers with different KV caches are not served")
     layout = KVLayout(
@@ -105,14 +118,18 @@ def make_config(
     length = workload.max_model_len
     # A window that no text is longer than is none.
     windows = [spec.window if (spec.window or length) < length else None for spec in specs.values()]
-    cache = CacheLayout.of(layout, windows)
-    return KVCacheConfig(share_memory(cache, available_bytes, workload), cache)
+    cache = CacheLayout.of(layout, windows, None if states is None else states.layout)
+    if states is None:
+        return KVCacheConfig(share_memory(cache, available_bytes, workload), cache)
+    num_blocks, num_slots = share_with_states(cache, available_bytes, workload, states)
+    return KVCacheConfig(num_blocks, cache, num_slots)
 
 
 def unify(configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:
     """Return the configs with the smallest number of blocks of all ranks. Raises InternalError if they differ otherwise."""
     num_blocks = tuple(map(min, zip(*(config.num_blocks for config in configs), strict=True)))
-    unified = [replace(config, num_blocks=num_blocks) for config in configs]
+    num_slots = min(config.num_state_slots for config in configs)
+    unified = [replace(config, num_blocks=num_blocks, num_state_slots=num_slots) for config in configs]
     if any(config != unified[0] for config in unified):
         raise InternalError(f"the ranks' KV caches differ: {unified}")
     return unified
@@ -130,12 +147,13 @@ def initialize_kv_cache(
     clock: Callable[[], float] = time.monotonic,
     workload: Workload | None = None,
     why_whole: str = "",
+    states: StateNeeds | None = None,
 ) -> tuple[int, int]:
     """Start the KV cache of all ranks; return (device blocks, host blocks), the latter always 0.
 
-    workload: see ``make_config``; with several groups, the number of blocks is that of the first one. why_whole: why there
-    is none. The time of each step is logged, and then that of all together. Raises SettingError if fewer than two blocks
-    fit.
+    workload, states: see ``make_config``; with several groups, the number of blocks is that of the first one. why_whole: why
+    there is no workload. The time of each step is logged, and then that of all together. Raises SettingError if fewer than
+    two blocks fit.
     """
     started_at = clock()
     specs = _timed("1/5 specs", clock, lambda: ranks.collective_rpc("get_kv_cache_specs"))
@@ -148,7 +166,8 @@ def initialize_kv_cache(
         "3/5 config per worker",
         clock,
         lambda: [
-            make_config(of_rank, free, workload) for of_rank, free in zip(specs, available, strict=True)
+            make_config(of_rank, free, workload, states)
+            for of_rank, free in zip(specs, available, strict=True)
         ],
     )
     config = _timed("4/5 unify", clock, lambda: unify(configs))[0]
@@ -164,6 +183,15 @@ def initialize_kv_cache(
             group.layout.block_size,
             group.layout.dtype,
             num_blocks * group.layout.block_bytes,
+        )
+    if states is not None:
+        logger.info(
+            "states of recurrent layers: %d slots of %d bytes (%d layers), %d of them for snapshots; %d bytes",
+            config.num_state_slots,
+            states.layout.slot_bytes,
+            states.layout.num_layers,
+            states.num_snapshots,
+            config.num_state_slots * states.layout.slot_bytes,
         )
     return config.num_blocks[0], 0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from contract.errors import SettingError
 from contract.layout import KEY_VALUE
+from contract.state_layout import StateLayout
 
 RawConfig = Mapping[str, Any]
 # Also keeps out what is no number, or infinite.
@@ -98,7 +99,8 @@ class ModelShape:
     """The dimensions of a decoder that the engine needs: vocabulary, KV heads and number of positions.
 
     kv_parts: what a layer caches of each token and KV head (``KVLayout``); head_dim: the numbers of one part.
-    sliding_windows: per layer, the number of tokens that a token sees, itself included; None is all.
+    sliding_windows: per layer, the number of tokens that a token sees, itself included; None is all. states: what recurrent
+    layers keep; they are not among the ``num_layers``, which are those with KV.
     """
 
     vocab_size: int
@@ -108,6 +110,7 @@ class ModelShape:
     max_position_embeddings: int
     kv_parts: tuple[str, ...] = field(default=KEY_VALUE, kw_only=True)
     sliding_windows: tuple[int | None, ...] = field(kw_only=True)
+    states: StateLayout | None = field(default=None, kw_only=True)
 
     def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the axes of one layer's part of a pool."""
@@ -249,7 +252,7 @@ class ModelInfo:
     max_model_len: maximum length of prompt and answer together, in tokens. eos_token_ids: the model's own end tokens.
     fingerprint: ``contract.layout.model_fingerprint``. dtype, kv_dtype: of the computation and of the KV. has_head:
     tokens can be sampled; a model without a head gives embeddings only. num_kv_heads: of all ranks together, each counted
-    once; 0: those of the KV layout, on one rank.
+    once; 0: those of the KV layout, on one rank. states: of recurrent layers; None without any.
     """
 
     vocab_size: int
@@ -260,3 +263,4 @@ class ModelInfo:
     kv_dtype: str
     has_head: bool = True
     num_kv_heads: int = 0
+    states: StateLayout | None = None

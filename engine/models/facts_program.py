@@ -24,7 +24,7 @@ _PLACES = {"AutoConfig": f"{_PACKAGE}.models.auto.configuration_auto"}
 
 
 def main() -> None:
-    """Print {"num_positions", "max_positions", "is_composite", "is_tried", "kv_shape"}, or {"problem"} if it is refused."""
+    """Print the numbers and shapes of ``TransformersFacts``, or {"problem"} if it is refused."""
     try:
         found = _read(Path(sys.argv[1]))
     except SettingError as error:
@@ -50,6 +50,7 @@ def _read(folder: Path) -> dict[str, Any]:
         "is_composite": facts.is_composite,
         "is_tried": facts.is_tried,
         "kv_shape": facts.kv_shape,
+        "has_states": facts.has_states,
     }
 
 

@@ -8,15 +8,18 @@ from torch import Tensor, nn
 
 from engine.attention.backend import Steps
 from engine.connector import LayerWatch
+from engine.models.recurrent_layers import RecurrentLayers
 
 
 class LanguageModel(nn.Module, ABC):
     """A causal decoder on one rank. Its parameters have the names of the checkpoint's tensors.
 
-    special_attention: what of its attention plain torch alone computes, in words; None: nothing.
+    special_attention: what of its attention plain torch alone computes, in words; None: nothing. recurrent: its recurrent
+    layers; None without any.
     """
 
     special_attention: str | None = None
+    recurrent: RecurrentLayers | None = None
 
     @abstractmethod
     def forward(

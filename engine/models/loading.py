@@ -209,4 +209,5 @@ def _info(
         kv_dtype=kv_dtype,
         has_head=has_head,
         num_kv_heads=shape.num_kv_heads,
+        states=shape.states,
     )

@@ -20,6 +20,7 @@ from engine.attention.backend import LayerShape, Steps, step_of
 from engine.connector import LayerWatch
 from engine.models.config import ModelShape, unserved
 from engine.models.latent_attention import LatentProjection, find_latent
+from engine.models.recurrent_layers import RecurrentLayers
 from engine.models.transformers_rules import LATER, RECURRENT, TWICE, UNEQUAL
 
 SERVING = "kvbaton"
@@ -105,12 +106,17 @@ class _Running:
 class PagedAttention:
     """Attends in the running step. Owns the step, the caches and the watch meanwhile.
 
-    reaches: fields of LayerShape, of the layers of which only the mask has them. temperatures: by layer.
+    reaches: fields of LayerShape, of the layers of which only the mask has them. temperatures: by layer. layers: those that
+    attend, in whose order the caches are.
     """
 
     def __init__(
-        self, reaches: Mapping[int, dict[str, Any]], temperatures: Mapping[int, Temperature]
+        self,
+        reaches: Mapping[int, dict[str, Any]],
+        temperatures: Mapping[int, Temperature],
+        layers: Sequence[int],
     ) -> None:
+        self._places = {layer: place for place, layer in enumerate(layers)}
         self._reaches = reaches
         self._temperatures = temperatures
         self._running: _Running | None = None
@@ -134,9 +140,10 @@ class PagedAttention:
         """Store the tokens' KV, notify the watch, and attend over the tokens that each may see."""
         if self._running is None:
             raise InternalError("a layer attends while no step runs")
-        step = step_of(self._running.step, call.layer)
+        place = self._places[call.layer]
+        step = step_of(self._running.step, place)
         caches = self._running.caches
-        cache = None if caches is None else caches[call.layer]
+        cache = None if caches is None else caches[place]
         query = call.query
         key = call.key
         value = call.value
@@ -146,7 +153,7 @@ class PagedAttention:
         if cache is not None:
             step.store(key, value, cache)
         if self._running.watch is not None:
-            self._running.watch.on_stored(call.layer + 1)
+            self._running.watch.on_stored(place + 1)
         if (temperature := self._temperatures.get(call.layer)) is not None:
             query = temperature.scaled(query, self._running.positions)
         shape = call.shape
@@ -192,14 +199,26 @@ class Survey:
             return "attention sinks"
         return "attention in chunks" if any("chunk_size" in each for each in self.reaches.values()) else None
 
-    def result(self, num_layers: int, vocab_size: int, num_positions: int) -> ModelShape:
+    @property
+    def layers(self) -> list[int]:
+        """The layers that attend, in their order."""
+        return [call.layer for call in self._calls]
+
+    def result(
+        self, num_layers: int, vocab_size: int, num_positions: int, recurrent: RecurrentLayers | None = None
+    ) -> ModelShape:
         """Return the model's shape. num_layers: from its configuration."""
-        layers = [call.layer for call in self._calls]
-        if layers != list(range(num_layers)):
+        layers = self.layers
+        states = None if recurrent is None else recurrent.layout
+        # Beside recurrent layers there may be layers that keep nothing.
+        is_whole = states is not None or set(layers) == set(range(num_layers))
+        if len(set(layers)) < len(layers) or not is_whole:
+            reason = TWICE if len(set(layers)) < len(layers) else RECURRENT
             raise unserved(
-                self._architecture,
-                f"{RECURRENT if len(layers) < num_layers else TWICE} (its {num_layers} layers attend {len(layers)} times)",
+                self._architecture, f"{reason} (its {num_layers} layers attend {len(layers)} times)"
             )
+        if not self._calls:
+            return ModelShape(vocab_size, 0, 1, 1, num_positions, sliding_windows=(), states=states)
         shapes = {_cached_shape(call) for call in self._calls}
         if len(shapes) > 1:
             raise unserved(self._architecture, f"{UNEQUAL}: {sorted(shape[1:] for shape in shapes)}")
@@ -212,6 +231,7 @@ class Survey:
             num_positions,
             kv_parts=parts,
             sliding_windows=tuple(map(self._window_of, self._calls)),
+            states=states,
         )
 
     def _window_of(self, call: LayerCall) -> int | None:

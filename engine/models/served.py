@@ -53,8 +53,9 @@ class Served:
     is_own: our own decoder computes it, else transformers. is_tried: False for a type of transformers that no version of
     this engine has loaded, so that its start decides. dtype, kv_dtype: of the computation and of the KV; None where neither
     config.json nor the weights name one. is_text_of_more: the model takes images or sounds, too, and its text is served.
-    quantisation: None without. num_weight_bytes: of the weights in that dtype; None if
-    unknown. num_expert_bytes: those of them that are experts' of layers whose experts can be spread over ranks.
+    has_states: it has recurrent layers, so aggregated workers alone serve it. quantisation: None without.
+    num_weight_bytes: of the weights in that dtype; None if unknown. num_expert_bytes: those of them that are experts' of
+    layers whose experts can be spread over ranks.
     kv_bytes_per_token: over all layers; None if unknown. has_weights: False if there is config.json alone.
     """
 
@@ -70,6 +71,7 @@ class Served:
     has_weights: bool
     num_expert_bytes: int = 0
     is_text_of_more: bool = False
+    has_states: bool = False
 
     def rank_weight_bytes(self, num_ranks: int, data_parallel_size: int) -> int | None:
         """Return about how many bytes of weights each process of a worker, or of a data-parallel group, has."""
@@ -240,6 +242,7 @@ def _examine_transformers(
         max_model_len=model_length(max_model_len, facts["num_positions"], facts["max_positions"]),
         has_weights=checkpoint is not None,
         is_text_of_more=facts["is_composite"],
+        has_states=facts["has_states"],
     )
 
 

@@ -1,16 +1,12 @@
 """Load a checkpoint of another family as a model of transformers on the paged KV cache, if its answers are right.
 
 A model that would give wrong answers is refused: first by its configuration, then by the attention that its layers require,
-and last by a self-check: does it compute the same over the paged KV cache as over transformers' own attention? Two short
-random prompts run side by side in three steps of uneven chunks, and every token's logits are compared with those of one
-plain pass over each prompt. This finds results that depend on neighbours in a batch, on how a prompt is chunked, or on KV
-outside the cache, before the first request arrives. It takes five forward passes over a few tokens.
+and last by ``engine.models.self_check``.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +18,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
 from contract.errors import SettingError
-from contract.sampling import SamplingParams
-from engine.attention.backend import Steps, create_backend
-from engine.compute.batch import InputBatch
-from engine.compute.inputs import PreparedInputs, prepare_inputs
+from engine.attention.backend import Steps
 from engine.connector import LayerWatch
 from engine.models.checkpoint import Weights
 from engine.models.config import ModelShape, RawConfig, unserved
@@ -42,96 +35,14 @@ from engine.models.paged_attention import (
     register,
     remove_temperatures,
 )
+from engine.models.recurrent_layers import RecurrentLayers
+from engine.models.self_check import Reference, difference, tolerance
 from engine.models.transformers_rules import angles, read_facts, refusing
-from engine.outputs import NewRequestData, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-# The number of tokens of each of the two prompts in each step.
-_STEPS = ((7, 3), (4, 5), (1, 1))
-_LENGTHS = [sum(counts) for counts in zip(*_STEPS, strict=True)]
-_BLOCK_SIZE = 4
-_BLOCKS = ([3, 1, 5], [2, 6, 4])
-_NUM_BLOCKS = 7
-_FLOAT32_TOLERANCE = 1e-3
-# 24 random layers come to 0.04, with experts to 0.11; what is computed wrongly lies near 1.
-_HALF_TOLERANCE = 0.25
-# The share of tokens within the tolerance in 16 bits, in which rounding may send a token to another expert.
-_HALF_SHARE = 0.75
 _NAMES_SHOWN = 5
 _CHANGING_ANGLES = ("longrope", "dynamic")
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The prompts, and the logits ``[num_tokens, vocab_size]`` that transformers alone computes for them."""
-
-    prompts: tuple[list[int], ...]
-    logits: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, whole: Any, vocab_size: int, device: torch.device) -> "Reference":
-        """Compute the logits with transformers' eager attention and without a cache."""
-        generator = torch.Generator().manual_seed(0)
-        prompts = tuple(
-            torch.randint(vocab_size, (length,), generator=generator).tolist() for length in _LENGTHS
-        )
-        whole.set_attn_implementation("eager")
-        logits = tuple(
-            whole(input_ids=torch.tensor([prompt], device=device), use_cache=False).logits[0]
-            for prompt in prompts
-        )
-        return cls(prompts, logits)
-
-
-def difference(model: LanguageModel, shape: ModelShape, dtype: torch.dtype, reference: Reference) -> float:
-    """Return the relative difference of the model's logits from the reference's; nan if they are not numbers.
-
-    In float32 it is that of the worst token, in 16 bits the third quartile over tokens.
-    """
-    device = reference.logits[0].device
-    cache_shape = shape.cache_shape(_NUM_BLOCKS, _BLOCK_SIZE)
-    caches = [torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-    backend = create_backend("torch")
-    errors = []
-    computed = [0] * len(reference.prompts)
-    for counts in _STEPS:
-        inputs = _inputs(reference.prompts, computed, counts)
-        step = backend.plan(inputs, _BLOCK_SIZE, device)
-        input_ids, positions = (
-            torch.from_numpy(vector).to(device) for vector in (inputs.input_ids, inputs.positions)
-        )
-        logits = model.logits(model(input_ids, positions, step, caches))
-        expected = [
-            whole[start : start + count]
-            for whole, start, count in zip(reference.logits, computed, counts, strict=True)
-        ]
-        # Without the mean: an offset that all logits share changes no probability.
-        ours, theirs = (
-            each.float() - each.float().mean(-1, keepdim=True) for each in (logits, torch.cat(expected))
-        )
-        errors.append((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1))
-        computed = [start + count for start, count in zip(computed, counts, strict=True)]
-    share = 1.0 if dtype == torch.float32 else _HALF_SHARE
-    return float(torch.cat(errors).quantile(share))
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest ``difference`` that rounding explains."""
-    return _FLOAT32_TOLERANCE if dtype == torch.float32 else _HALF_TOLERANCE
-
-
-def _inputs(prompts: Sequence[list[int]], computed: Sequence[int], counts: Sequence[int]) -> PreparedInputs:
-    scheduled = SchedulerOutput()
-    for name, prompt, blocks, start, count in zip("ab", prompts, _BLOCKS, computed, counts, strict=True):
-        known = prompt[: start + count]
-        scheduled.scheduled_new_reqs.append(
-            NewRequestData(name, known, SamplingParams(), (blocks,), start, len(known))
-        )
-        scheduled.num_scheduled_tokens[name] = count
-    batch = InputBatch(len(prompts), max(_LENGTHS), _BLOCK_SIZE)
-    batch.update(scheduled)
-    return prepare_inputs(batch, scheduled)
 
 
 class TransformersModel(LanguageModel):
@@ -142,10 +53,14 @@ class TransformersModel(LanguageModel):
     decoder's states replaces the decoder.
     """
 
-    def __init__(self, whole: Any, survey: Survey, is_composite: bool = False) -> None:
+    def __init__(
+        self, whole: Any, survey: Survey, recurrent: RecurrentLayers, is_composite: bool = False
+    ) -> None:
         super().__init__()
         self._is_composite = is_composite
-        self._attention = PagedAttention(survey.reaches, remove_temperatures(whole))
+        self._attention = PagedAttention(survey.reaches, remove_temperatures(whole), survey.layers)
+        if recurrent.layout is not None:
+            self.recurrent = recurrent
         self.special_attention = survey.special_attention
         whole.set_attn_implementation(SERVING)
         attach(whole, self._attention)
@@ -153,7 +68,7 @@ class TransformersModel(LanguageModel):
             if (latent := find_latent(module)) is not None:
                 module.kv_b_proj = latent
         self.decoder = _decoder_of(whole)
-        self._given = _GivenStates()
+        self._given = _GivenStates(self.decoder)
         place = next(name for name, module in whole.named_modules() if module is self.decoder)
         whole.set_submodule(place, self._given)
         self.tail = whole
@@ -187,10 +102,18 @@ class TransformersModel(LanguageModel):
 
 
 class _GivenStates(nn.Module):
-    """A replacement for the decoder that returns given states. kind: the class of the decoder's output."""
+    """A replacement for the decoder that returns given states. kind: the class of the decoder's output.
+
+    The numbers of the decoder, such as a factor of the logits, are attributes of this module as well.
+    """
 
     states: Tensor | None = None
     kind: type[ModelOutput] = ModelOutput
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        numbers = {name: value for name, value in vars(decoder).items() if isinstance(value, float)}
+        vars(self).update(numbers)
 
     def forward(self, *_: object, **__: object) -> ModelOutput:
         """Return ``states`` for any input."""
@@ -238,12 +161,14 @@ class TransformersCheckpoint:
                     getattr(text, "sliding_window", None),
                 )
                 attach(whole, survey)
+                recurrent = RecurrentLayers(whole)
                 tokens = torch.zeros((1, 2), dtype=torch.long, device=device)
-                vocab_size = whole(input_ids=tokens, use_cache=False).logits.shape[-1]
-                shape = survey.result(text.num_hidden_layers, vocab_size, self.max_positions)
+                with recurrent.survey():
+                    vocab_size = whole(input_ids=tokens, use_cache=False).logits.shape[-1]
+                shape = survey.result(text.num_hidden_layers, vocab_size, self.max_positions, recurrent)
                 # Before ``TransformersModel`` takes the decoder out of ``whole``.
                 reference = Reference.of(whole, shape.vocab_size, device)
-                model = TransformersModel(whole, survey, self._facts.is_composite).eval()
+                model = TransformersModel(whole, survey, recurrent, self._facts.is_composite).eval()
                 found = difference(model, shape, dtype, reference)
         allowed = tolerance(dtype)
         logger.info(

@@ -40,15 +40,18 @@ _REASON_OF_LAYERS = {
     "indexed_attention": _SPARSE,
     "heavily_compressed_attention": _SPARSE,
     "compressed_sparse_attention": _SPARSE,
-    "linear_attention": RECURRENT,
-    "conv": RECURRENT,
-    "hybrid": RECURRENT,
-    "hybrid_sliding": RECURRENT,
-    "mamba": RECURRENT,
     "recurrent": RECURRENT,
 }
+# Layers whose states the engine keeps, if their code uses the interface of transformers' caches; hybrid: attention beside.
+_STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
+_ATTENDING = _LAYER_TYPES | {"hybrid", "hybrid_sliding"}
+_STATE_INTERFACE = "update_conv_state("
+# Layers that keep nothing of earlier tokens, beside others.
+_STATELESS_LAYERS = frozenset({"mlp", "moe"})
+# The longest context of a model without positions: by default, and by a setting.
+_WITHOUT_POSITIONS = (8192, 2**20)
 _REASONS: Mapping[str, frozenset[str]] = {
-    RECURRENT: frozenset({"mamba", "mamba2", "rwkv", "xlstm", "zamba", "zamba2"}),
+    RECURRENT: frozenset({"rwkv", "xlstm"}),
     OTHER_ATTENTION: frozenset({"doge", "git", "modernbert-decoder"}),
     _OTHER_POSITIONS: frozenset(
         "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
@@ -64,18 +67,20 @@ _REASON_OF_TYPE = {kind: reason for reason, kinds in _REASONS.items() for kind i
 # Types that attend to earlier tokens alone if ``is_decoder`` is set.
 _ENCODERS = frozenset({"bert", "electra", "ernie", "roc_bert"})
 TRIED = _ENCODERS | frozenset(
-    """afmoe apertus arcee aria aria_text axk1 aya_vision beam biogpt bitnet cohere cohere2 cohere2_moe cohere2_vision
-    cohere_compass_text cosmos3_omni ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_vl dots1 ernie4_5 ernie4_5_moe
-    exaone4 exaone4_5 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3_text gemma3n_text glm glm4 glm46v
-    glm4_moe glm4_moe_lite glm4v glm4v_moe glm_ocr glmga got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 internlm3 internvl iquestcoder jais2
-    jetmoe kimi_k25 kolibri1 laguna lfm2 lfm2_moe lfm2_vl lighton_ocr llama4 llama4_text llava llava_next
-    llava_next_video llava_onevision longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl minimax_m3_vl_text
-    ministral ministral3 mistral3 mistral4 mixtral moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3
-    olmoe opt ovis2 paddleocr_vl persimmon phi phi3 phimoe pp_chart2table qianfan_ocr qwen2_5_vl qwen2_moe qwen2_vl
-    qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma
-    video_llama_3 video_llava vipllava youtu""".split()
+    """afmoe apertus arcee aria aria_text axk1 aya_vision bailing_hybrid bamba beam biogpt bitnet cohere cohere2 cohere2_moe
+    cohere2_vision cohere_compass_text cosmos3_omni ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_vl dots1 ernie4_5
+    ernie4_5_moe exaone4 exaone4_5 exaone_moe falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 gemma3 gemma3_text
+    gemma3n_text glm glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe glm_ocr glmga got_ocr2 gpt-sw3 gpt2
+    gpt_bigcode gpt_neox gpt_oss granite granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid
+    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3
+    internlm3 internvl iquestcoder jais2 jamba jetmoe kimi_k25 kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm2_vl lfm3
+    lfm3_vl lighton_ocr llama4 llama4_text llava llava_next llava_next_video llava_onevision longcat_flash mamba
+    mamba2 mellum minicpm3 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral
+    ministral3 mistral3 mistral4 mixtral moshi moss_transcribe_diarize nanochat nemotron nemotron_h olmo olmo2 olmo3
+    olmo_hybrid olmoe opt ovis2 paddleocr_vl persimmon phi phi3 phimoe pp_chart2table qianfan_ocr qwen2_5_vl qwen2_moe
+    qwen2_vl qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe seed_oss
+    smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma video_llama_3 video_llava vipllava youtu zamba
+    zaya""".split()
 )
 """Types of which a small model gave transformers' own answers."""
 _SENSES = frozenset({"audio_config", "vision_config"})
@@ -105,6 +110,11 @@ class TransformersFacts:
     def text(self) -> Any:
         """Return the configuration of the decoder; that of a composite is a part of the whole."""
         return self.config.get_text_config()
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether it has recurrent layers."""
+        return bool(_STATE_LAYERS & set(getattr(self.text, "layer_types", None) or ()))
 
     @property
     def is_composite(self) -> bool:
@@ -148,9 +158,9 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         if lengths is None:
             raise unserved(architecture, "config.json does not give its number of positions")
         shapes = _shapes(text)
-        num_layers = getattr(text, "num_hidden_layers", None)
-        kv_shape = None
-        if len(shapes) == 1 and isinstance(num_layers, int):
+        num_layers = _num_attending(text)
+        kv_shape = (0, 1, 1, 1) if num_layers == 0 else None
+        if len(shapes) == 1 and num_layers:
             kv_shape = (num_layers, *shapes.pop())
         return TransformersFacts(config, class_name, *lengths, config.model_type in TRIED, kv_shape)
 
@@ -201,7 +211,12 @@ def why_unserved(config: Any) -> str | None:
         return "it takes more than text, and only models of text are served"
     if getattr(config, "num_kv_shared_layers", 0):
         return "layers that share their KV (num_kv_shared_layers) are not served"
-    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if layer_types & _STATE_LAYERS:
+        if not _has_states(config):
+            return RECURRENT
+        layer_types -= _STATE_LAYERS | _STATELESS_LAYERS
+    if unknown := sorted(layer_types - _LAYER_TYPES):
         return _REASON_OF_LAYERS.get(unknown[0], f"layers of the type {unknown[0]!r} are not served")
     is_encoder = config.model_type in _ENCODERS and not getattr(config, "is_decoder", False)
     if is_encoder or getattr(config, "is_causal", True) is False:
@@ -213,13 +228,33 @@ def why_unserved(config: Any) -> str | None:
     return _reason_in_code(config)
 
 
-def _reason_in_code(config: Any) -> str | None:
-    """Return why a model's code gives wrong answers here. Its text is searched, since importing it would take seconds."""
+def _code_of(config: Any) -> list[str]:
+    """Return the text of a model's code: importing it would take seconds."""
     folder = Path(inspect.getfile(type(config))).parent
-    texts = [file.read_text("utf-8") for file in folder.glob("modeling_*.py")]
+    return [file.read_text("utf-8") for file in folder.glob("modeling_*.py")]
+
+
+def _has_states(config: Any) -> bool:
+    """Return whether layers of a model keep states by the interface of transformers' caches."""
+    return any(_STATE_INTERFACE in text for text in _code_of(config))
+
+
+def _num_attending(config: Any) -> int | None:
+    """Return the number of layers that keep KV; None if it is not given."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and set(layer_types) & _STATE_LAYERS:
+        return sum(each in _ATTENDING for each in layer_types)
+    return getattr(config, "num_hidden_layers", None)
+
+
+def _reason_in_code(config: Any) -> str | None:
+    """Return why a model's code gives wrong answers here."""
+    texts = _code_of(config)
     if getattr(config, "quantization_config", None) and any(_TRANSPOSED in text for text in texts):
         return "quantised layers that keep inputs before outputs (Conv1D) are not served"
     # Its attention must come from transformers' registry, in which ours is.
+    if not _num_attending(config):
+        return None
     return None if any(_REGISTRY in text for text in texts) else OTHER_ATTENTION
 
 
@@ -295,7 +330,7 @@ def _lengths(config: Any) -> tuple[int, int] | None:
     """Return the longest context without a setting and the one that a setting may ask for; None if it is not given."""
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if not limit:
-        return None
+        return None if _num_attending(config) else _WITHOUT_POSITIONS
     if config.model_type in _COMPUTES_ANGLES:
         limit = min(original for _, original, _ in _scaled_rope(config, limit))
     lengths = [
@@ -309,7 +344,7 @@ def _lengths(config: Any) -> tuple[int, int] | None:
 
 def angles(config: Any, length: int) -> str:
     """Return what angles that depend on the longest context are called in the fingerprint of the KV."""
-    limit = int(config.max_position_embeddings or 0)
+    limit = int(getattr(config, "max_position_embeddings", 0) or 0)
     named = (name_angles(kind, original, length) for kind, original, _ in _scaled_rope(config, limit))
     return next(filter(None, named), "")
 

@@ -12,8 +12,9 @@ from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken, Received
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batch.drafting import Drafting
+from engine.scheduling.blocks.block_copies import BlockCopies
 from engine.scheduling.blocks.block_pool import blocks_needed
-from engine.scheduling.blocks.cache_pools import Blocks, CachePools
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.live_requests import Limits, LiveRequests
 from engine.scheduling.remote_kv import RemoteKV
 from engine.scheduling.requests.finish import ABORTED, HANDED_OVER, Finish, RequestStatus
@@ -33,19 +34,10 @@ def _finish_of_dismissed(choice: Request, first: Request) -> Finish | None:
     return ABORTED if choice.engine_request.choice in first.dismissed else None
 
 
-def _with_copy(
-    copies: list[list[tuple[int, int]]], tables: Blocks, own: Blocks, place: int
-) -> list[list[tuple[int, int]]]:
-    """Return the copies of each group with that of a block of ``tables`` to the one at the same place of ``own``."""
-    pairs = [(table[place], blocks[place]) for table, blocks in zip(tables, own, strict=True)]
-    before = copies or [[] for _ in pairs]
-    return [[*each, pair] for each, pair in zip(before, pairs, strict=True)]
-
-
 class Results:
     """Applies what was computed, or received, to the requests.
 
-    block_copies: (from, to) of blocks of each group to be copied before anything else is computed; they are not ordered yet.
+    block_copies: to be made before anything else is computed; they are not ordered yet.
     drafting: what learns from drafts; None unless the engine speculates.
     """
 
@@ -60,7 +52,7 @@ class Results:
         clock: Callable[[], float],
         drafting: Drafting | None,
     ) -> None:
-        self.block_copies: list[list[tuple[int, int]]] = []
+        self.block_copies = BlockCopies(pools)
         self._live = live
         self._pools = pools
         self._queues = queues
@@ -203,18 +195,16 @@ class Results:
 
     def _queue_fork(self, fork: Request, first: Request) -> None:
         """Allocate the fork's blocks and queue it. If too few are free, it is recomputed later, as after a preemption."""
-        tables = self._pools.tables_of(first.key)
         num_full, num_rest = divmod(fork.num_computed_tokens, self._pools.block_size)
-        shared = tuple([table[:num_full] for table in tables])
+        shared = self._pools.shared_by_fork(first.key, num_full)
         num_new = blocks_needed(fork.num_tokens, self._pools.block_size) - num_full
         if not self._pools.can_hold(num_new, shared, self._queues.promised_blocks(self._pools.first)):
             fork.lose_blocks()
             self._queues.waiting.add(fork)
             return
-        own = self._pools.allocate(fork.key, num_new, shared)
+        self._pools.allocate(fork.key, num_new, shared)
         fork.num_indexed_blocks = first.num_indexed_blocks
-        if num_rest:
-            self.block_copies = _with_copy(self.block_copies, tables, own, num_full)
+        self.block_copies.fork(first.key, fork.key, num_full if num_rest else None)
         self._queues.arrived.add(fork)
 
     def _emit(

@@ -114,7 +114,7 @@ class Scheduler(SchedulerState):
         if has_tokens:
             add_bitmask(plan, output)
         # Each copy and each finished request is reported to the runner once.
-        output.block_copies, self._results.block_copies = self._results.block_copies, []
+        output.block_copies = self._results.block_copies.pop()
         output.finished_req_ids, self.live.finished_req_ids = self.live.finished_req_ids, set()
         output.kv_connector_metadata = self.remote_kv.build_metadata()
         self.totals.num_steps += 1

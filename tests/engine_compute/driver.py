@@ -6,7 +6,9 @@ from typing import Any
 
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
+from contract.state_layout import StateLayout
 from engine.executor import InProcessExecutor
+from engine.kv_cache.sizing import StateNeeds, Workload
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.settings import EngineSettings
@@ -35,16 +37,36 @@ class Sequence:
 
 
 class Driver:
-    """A started engine rank, and a block allocator that never frees."""
+    """A started engine rank, and a block allocator that never frees. states: of recurrent layers."""
+
+    states: StateLayout | None = None
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         defaults: dict[str, Any] = {"block_size": 4, "kv_cache_bytes": 1 << 21, "max_num_seqs": 16}
-        self.settings = EngineSettings(model=folder, **{**defaults, **settings})
-        self.executor = InProcessExecutor(self.settings)
-        self.num_blocks, _ = initialize_kv_cache(self.executor)
-        self.runner = self.executor.runner
+        made = EngineSettings(model=folder, **{**defaults, **settings})
+        self.start(made, InProcessExecutor(made))
+
+    def start(self, settings: EngineSettings, executor: InProcessExecutor) -> None:
+        """Start the KV cache of an executor."""
+        self.settings = settings
+        self.executor = executor
+        self.states = executor.model_info.states
+        self.num_blocks, _ = initialize_kv_cache(executor, **self._of_states())
+        self.runner = executor.runner
         self.sequences: dict[str, Sequence] = {}
         self._next_block = 1
+        self._slots: dict[str, int] = {}
+
+    def _of_states(self) -> dict[str, Any]:
+        """Return what the start of a KV cache needs for a model with recurrent layers."""
+        if self.states is None:
+            return {}
+        settings = self.settings
+        length = self.executor.model_info.max_model_len
+        return {
+            "workload": Workload(length, settings.max_num_batched_tokens, settings.max_num_seqs),
+            "states": StateNeeds(self.states, settings.block_size),
+        }
 
     def add(
         self, name: str, tokens: list[int], sampling: SamplingParams | None = None, **fields: Any
@@ -72,6 +94,10 @@ class Driver:
         fresh = list(range(self._next_block, self._next_block + needed))
         self._next_block += len(fresh)
         sequence.blocks += fresh
+        slots = []
+        if self.states is not None and name not in self._slots:
+            self._slots[name] = len(self._slots) + 1
+            slots = [self._slots[name]]
         if sequence.is_known:
             add_cached(scheduled.scheduled_cached_reqs, name, fresh, sequence.num_computed)
         else:
@@ -81,7 +107,7 @@ class Driver:
                     prompt_token_ids=list(sequence.tokens),
                     sampling_params=None if sequence.pooling else sequence.sampling,
                     pooling_params=sequence.pooling,
-                    block_ids=(list(sequence.blocks),),
+                    block_ids=(list(sequence.blocks), *([slots] if self.states else [])),
                     num_computed_tokens=sequence.num_computed,
                     num_prompt_tokens=sequence.num_prompt_tokens,
                     eos_token_ids=sequence.eos_token_ids,

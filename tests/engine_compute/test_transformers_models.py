@@ -25,7 +25,8 @@ from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
 from engine.models.paged_attention import AskedMask, LayerCall, Survey
-from engine.models.transformers_loading import Reference, TransformersModel, difference, tolerance
+from engine.models.self_check import Reference, difference, tolerance
+from engine.models.transformers_loading import TransformersModel
 from engine.settings import EngineSettings
 from tests.checkpoints import (
     FOREIGN_FAMILIES,
@@ -150,7 +151,7 @@ def write(folder: Path, name: str, **fields: Any) -> Path:
         ),
         ("Electra", {"max_position_embeddings": 64}, "attention to later tokens is not served"),
         ("DiffLlama", {"max_position_embeddings": 64}, "layers that attend more than once are not served"),
-        ("Mamba", {"max_position_embeddings": 64}, "recurrent layers are not served"),
+        ("RecurrentGemma", {"max_position_embeddings": 64}, "recurrent layers are not served"),
         (
             "DeepseekV32",
             {

@@ -73,7 +73,7 @@ class NextStep:
                 known |= own
             else:
                 known = None
-        plan = StepPlan.of_next_step(requests, self._budget, len(self._pools.pools))
+        plan = StepPlan.of_next_step(requests, self._budget, self._pools.num_tables)
         self._prepared = _Prepared(requests, plan, self._short_of(plan), known)
 
     def pop(self) -> StepPlan | None:
@@ -104,7 +104,7 @@ class NextStep:
         is_whole = len(requests) == len(prepared.requests)
         without_blocks = prepared.plan
         if not is_whole:
-            without_blocks = StepPlan.of_next_step(requests, self._budget, len(self._pools.pools))
+            without_blocks = StepPlan.of_next_step(requests, self._budget, self._pools.num_tables)
         # A request that turns out to have ended gives its blocks back while the device still writes to them. That is safe:
         # who gets a block writes to it, or reads it, in a later pass, and passes of one device run one after another.
         short = prepared.short if is_whole else self._short_of(without_blocks)

@@ -3,6 +3,8 @@
 The tables of a request are equally long in all groups, so that the block of a position is in the same place of each. In a
 group with a window the first ones are the null block, as soon as no later token sees them. A prefix can be reused if each
 group has what the next token sees of it.
+
+Recurrent layers have a slot of each request in place of blocks. It is the last list of ``Blocks``, and has no places.
 """
 
 from collections.abc import Sequence
@@ -10,9 +12,10 @@ from collections.abc import Sequence
 from contract.block_hash import BlockHash
 from contract.cache_layout import CacheGroup
 from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool
+from engine.scheduling.blocks.state_slots import StateSlots
 
 Blocks = tuple[list[int], ...]
-"""A part of a request's table in each group, of equal lengths."""
+"""A part of a request's table in each group, of equal lengths. In an engine with states its slot follows, if it is new."""
 
 
 def prefix_match(groups: Sequence[CacheGroup], found: Sequence[Sequence[int]]) -> int:
@@ -38,10 +41,16 @@ class CachePools:
 
     groups, pools: the same number of both, with equal block sizes. max_chunk: the most tokens of one request in a step.
     first: the pool of the first group, of which the lengths of all tables can be read. has_windows: ``free_behind`` may free
-    something.
+    something. states: the slots of recurrent layers; None without any. num_tables: of a request.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], max_chunk: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        pools: Sequence[BlockPool],
+        max_chunk: int,
+        states: StateSlots | None = None,
+    ) -> None:
         sizes = {group.layout.block_size for group in groups} | {pool.block_size for pool in pools}
         if len(sizes) != 1:
             raise ValueError(f"the groups have blocks of {sorted(sizes)} tokens; only equal sizes are served")
@@ -52,6 +61,8 @@ class CachePools:
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
         self.has_windows = bool(self._windows)
         self._max_chunk = max_chunk
+        self.states = states
+        self.num_tables = len(pools) + (states is not None)
 
     def max_length(self, max_model_len: int) -> int:
         """Return the tokens of the longest text that has room here, ``max_model_len`` at most."""
@@ -61,15 +72,21 @@ class CachePools:
 
     def empty(self) -> Blocks:
         """Return no blocks of each group, to which some may be added."""
-        return tuple([[] for _ in self.pools])
+        return tuple([[] for _ in range(self.num_tables)])
 
     @property
     def usage(self) -> float:
-        """The share of usable blocks that are not free, 0..1, in the group that has the fewest left."""
-        return max(pool.usage for pool in self.pools)
+        """The share of usable blocks, or of slots, that are not free, 0..1, in the group that has the fewest left."""
+        usage = max(pool.usage for pool in self.pools)
+        return usage if self.states is None else max(usage, self.states.usage)
 
     def find_cached(self, hashes: Sequence[BlockHash]) -> Blocks:
-        """Return the blocks of the longest prefix that all groups can serve. They are valid until a pool changes."""
+        """Return the blocks of the longest prefix that all groups can serve. They are valid until a pool changes.
+
+        With states there is none: those of the prefix are gone.
+        """
+        if self.states is not None:
+            return self.empty()
         if not self._windows:  # then this is the only group
             return (self.first.find_cached(hashes),)
         found = [pool.find_each_cached(hashes) for pool in self.pools]
@@ -81,18 +98,20 @@ class CachePools:
         return tuple(blocks)
 
     def can_allocate(self, num_new: int, cached: Blocks | None = None) -> bool:
-        """Return whether ``allocate`` with the same arguments may be called."""
+        """Return whether ``allocate`` with the same arguments may be called, for a holder that has a slot."""
         tables = cached or [()] * len(self.pools)
-        return all(pool.can_allocate(num_new, own) for pool, own in zip(self.pools, tables, strict=True))
+        return all(pool.can_allocate(num_new, own) for pool, own in zip(self.pools, tables, strict=False))
 
     def can_hold(self, num_new: int, cached: Blocks | None = None, others: Sequence[int] = ()) -> bool:
         """Return whether a request could be computed by chunks to the end of ``num_new`` more blocks, if no other grew.
 
         others: how many blocks each of some requests lacks, for which there must be room as well. With a window a request
-        keeps a part of its blocks only.
+        keeps a part of its blocks only. The request has no slot yet, the others have theirs.
         """
+        if self.states is not None and not self.states.num_free:
+            return False
         tables = cached or [()] * len(self.pools)
-        for group, pool, own in zip(self.groups, self.pools, tables, strict=True):
+        for group, pool, own in zip(self.groups, self.pools, tables, strict=False):
             num_needed = 0
             for num_blocks in (num_new + sum(map(pool.is_free, own)), *others):
                 num_needed += group.max_blocks(num_blocks * self.block_size, self._max_chunk)
@@ -101,11 +120,15 @@ class CachePools:
         return True
 
     def allocate(self, holder: str, num_new: int, cached: Blocks | None = None) -> Blocks:
-        """Append cached blocks and ``num_new`` taken ones to the holder's tables; return what was appended."""
+        """Append cached blocks and ``num_new`` taken ones to the holder's tables; return what was appended.
+
+        A holder without a slot gets one.
+        """
         tables = cached or [()] * len(self.pools)
-        return tuple(
-            [pool.allocate(holder, num_new, own) for pool, own in zip(self.pools, tables, strict=True)]
-        )
+        new = [pool.allocate(holder, num_new, own) for pool, own in zip(self.pools, tables, strict=False)]
+        if self.states is not None:
+            new.append(self.states.allocate(holder))
+        return tuple(new)
 
     def free_behind(self, holder: str, num_tokens: int) -> None:
         """Free the blocks that no token from position ``num_tokens`` on sees: all before are computed, and stay."""
@@ -113,8 +136,16 @@ class CachePools:
             self.pools[index].free_behind(holder, self.groups[index].num_passed_blocks(num_tokens))
 
     def tables_of(self, holder: str) -> Blocks:
-        """Return the holder's tables (copies); empty ones for one that holds nothing."""
-        return tuple(pool.table_of(holder) for pool in self.pools)
+        """Return the holder's tables (copies), and its slot; empty ones for one that holds nothing."""
+        tables = [pool.table_of(holder) for pool in self.pools]
+        if self.states is not None:
+            tables.append(self.states.table_of(holder))
+        return tuple(tables)
+
+    def shared_by_fork(self, holder: str, num_full: int) -> Blocks:
+        """Return the holder's first ``num_full`` blocks of each group, which a fork may share. It shares no state."""
+        shared = [pool.table_of(holder)[:num_full] for pool in self.pools]
+        return (*shared, *self.empty()[len(shared) :])
 
     def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> list[int]:
         """Let the holder's blocks from its ``start``-th on be found by content; return those of the first group."""
@@ -130,6 +161,8 @@ class CachePools:
         """Drop all references of the holder."""
         for pool in self.pools:
             pool.free(holder)
+        if self.states is not None:
+            self.states.free(holder)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all content. Returns False, and does nothing, while a block is not free."""
@@ -150,8 +183,15 @@ class CachePools:
         return {holder: sum(count[holder] for count in counts) for holder in counts[0]}
 
     def check_integrity(self) -> None:
-        """Check each pool, and that a holder has tables of equal length. Raises AssertionError."""
+        """Check each pool, that a holder has tables of equal length, and a slot. Raises AssertionError."""
         for pool in self.pools:
             pool.check_integrity()
-        for holder in {holder for pool in self.pools for holder in pool.holders()}:
-            assert len({len(table) for table in self.tables_of(holder)}) == 1, f"{holder}: unequal tables"
+        holders = {holder for pool in self.pools for holder in pool.holders()}
+        for holder in holders:
+            lengths = {pool.num_blocks_of(holder) for pool in self.pools}
+            assert len(lengths) == 1, f"{holder}: unequal tables"
+        if self.states is not None:
+            self.states.check_integrity()
+            assert self.states.holders() == holders, (
+                "a request has blocks without a slot, or a slot without blocks"
+            )

@@ -8,7 +8,7 @@ alone: ``fake_answer`` is the answer of every engine, with any batching, caching
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from contract.errors import SettingError
 from contract.layout import KVLayout
-from contract.requests import PoolingParams
 from contract.sampling import SamplingParams, choice_seed
 from engine.connector import RankConnector, RanksConnector
 from engine.kv_cache.startup import KVCacheConfig
@@ -27,6 +26,7 @@ from engine.models.config import ModelInfo
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
 from engine.settings import EngineSettings
 from tests.fakes.engine.memory import MODULUS, FakeMemory, prefix_codes
+from tests.fakes.engine.sequences import FakeSequence, FakeStates
 from tests.fakes.engine.tiers import FakeTierStorage
 
 FAKE_VOCAB_SIZE = 1000
@@ -71,30 +71,21 @@ def _pooled(codes: list[int], kind: str | None) -> list[float]:
     return [float(sum(kept) % 65_521), float(len(codes))]
 
 
-@dataclass
-class _Sequence:
-    token_ids: list[int]
-    codes: list[int]
-    tables: list[list[int]]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    num_prompt_tokens: int = 0
-    num_choices: int = 1
-    pooling: PoolingParams | None = None
-    pooled_codes: list[int] = field(default_factory=list)
-
-    def append(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
-        self.codes.append(prefix_codes(self.token_ids)[-1])
-
-
 class FakeRunner:
     """Executes a SchedulerOutput as the real runner does, and asserts that it is consistent.
 
     num_mixed_steps: steps that computed prompts and continued answers. groups: the memory and the window of
-    each group of layers, the first of which is ``memory``; empty: one group.
+    each group of layers, the first of which is ``memory``; empty: one group. has_states: each request has a slot, whose
+    state depends on all tokens that it has absorbed, and on nothing else.
     """
 
-    def __init__(self, memory: FakeMemory, groups: Sequence[tuple[FakeMemory, int | None]] = ()) -> None:
+    def __init__(
+        self,
+        memory: FakeMemory,
+        groups: Sequence[tuple[FakeMemory, int | None]] = (),
+        *,
+        has_states: bool = False,
+    ) -> None:
         self.memory = memory
         self._groups = groups or [(memory, None)]
         self.connector: RankConnector | None = None
@@ -103,20 +94,21 @@ class FakeRunner:
         self.is_interrupted = False
         self.batch_sizes: list[int] = []
         self.num_mixed_steps = 0
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, FakeSequence] = {}
+        self._states = FakeStates() if has_states else None
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step: forward pass, then the connector's orders, then its completions."""
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
         for key in scheduled.finished_req_ids:
             del self._sequences[key]
-        for (memory, _), pairs in zip(self._groups, scheduled.block_copies, strict=False):
-            memory.copy_blocks(pairs)
+        self._copy(scheduled.block_copies)
         starts = self._update(scheduled)
         kinds = {self._is_decode(scheduled, key, start) for key, start in starts.items()}
         self.num_mixed_steps += {True, False} <= kinds
         assert starts.keys() == scheduled.num_scheduled_tokens.keys()
-        may_be_interrupted = scheduled.is_decode_only and scheduled.kv_connector_metadata is None
+        is_cheap = scheduled.is_decode_only and scheduled.kv_connector_metadata is None
+        may_be_interrupted = is_cheap and self._states is None
         output = ModelRunnerOutput(was_interrupted=self.is_interrupted and may_be_interrupted)
         output.num_nans_in_logits = {}
         computed = {} if output.was_interrupted else scheduled.num_scheduled_tokens
@@ -151,6 +143,12 @@ class FakeRunner:
         """Make a forward pass for other ranks only."""
         self.num_dummy_batches += 1
 
+    def _copy(self, copies: Sequence[list[tuple[int, int]]]) -> None:
+        for (memory, _), pairs in zip(self._groups, copies, strict=False):
+            memory.copy_blocks(pairs)
+        if self._states is not None and copies:
+            self._states.copy(copies[-1])
+
     def _is_decode(self, scheduled: SchedulerOutput, key: str, start: int) -> bool | None:
         """Return whether a step continues an answer; None if its KV may be from the cache, or another worker."""
         sequence = self._sequences[key]
@@ -168,7 +166,7 @@ class FakeRunner:
             assert (new.sampling_params is None) is (new.pooling_params is not None)
             tokens = list(new.prompt_token_ids)
             sampling = new.sampling_params or SamplingParams()
-            self._sequences[new.req_id] = _Sequence(
+            self._sequences[new.req_id] = FakeSequence(
                 tokens,
                 prefix_codes(tokens),
                 list(map(list, new.block_ids)),
@@ -182,7 +180,7 @@ class FakeRunner:
         for index, key in enumerate(cached.req_ids):
             sequence = self._sequences[key]
             blocks = cached.new_block_ids[index]
-            assert len(blocks) == len(self._groups)
+            assert len(blocks) == len(self._groups) + (self._states is not None)
             if cached.resumed_from_preemption[index]:
                 assert cached.new_token_ids[index] == sequence.token_ids
                 sequence.tables = list(map(list, blocks))
@@ -203,7 +201,9 @@ class FakeRunner:
         sequence = self._sequences[key]
         end = start + num_tokens
         assert 0 < num_tokens <= len(sequence.token_ids) - start
-        for (memory, window), table in zip(self._groups, sequence.tables, strict=True):
+        if self._states is not None:
+            self._states.absorb(sequence.tables[-1], sequence.codes, start, end)
+        for (memory, window), table in zip(self._groups, sequence.tables, strict=self._states is None):
             seen = 0 if window is None else max(0, start - window + 1)
             kept = table[seen // memory.layout.block_size :]
             assert len(set(kept)) == len(kept)
@@ -242,7 +242,7 @@ class FakeRunner:
         """Write the KV of all drafts, as a step does, and return the tokens behind the right ones."""
         sequence = self._sequences[key]
         codes = [*sequence.codes[:start], *prefix_codes([*sequence.token_ids[:start], *drafts])[start:]]
-        for (memory, _), table in zip(self._groups, sequence.tables, strict=True):
+        for (memory, _), table in zip(self._groups, sequence.tables, strict=self._states is None):
             memory.write(table, codes, start, start + len(drafts))
         kept: list[int] = []
         for place, draft in enumerate(drafts, 1):
@@ -284,7 +284,7 @@ class FakeRunner:
         codes = sequence.codes[:end] if kind == "last" else sequence.pooled_codes
         output.pooler_output[-1] = _pooled(codes, kind)
 
-    def _logprobs_of(self, tokens: list[int], sequence: _Sequence) -> LogprobsLists | None:
+    def _logprobs_of(self, tokens: list[int], sequence: FakeSequence) -> LogprobsLists | None:
         if (k := sequence.sampling.logprobs) is None:
             return None
         ids = [[token, *range(k)] for token in tokens]
@@ -320,13 +320,18 @@ class FakeExecutor:
             fingerprint=f"fake:{settings.model.name}",
             dtype="float32",
             kv_dtype="float32",
+            states=config.cache.states if config else None,
         )
         self.kv_cache_config = config
         numbers = config.num_blocks if config else (settings.kv_cache_bytes or 64,)
         windows = [group.window for group in config.cache.groups] if config else [None]
         memories = [FakeMemory(number, settings.block_size) for number in numbers]
         self.memory = memories[0]
-        self.runner = FakeRunner(self.memory, list(zip(memories, windows, strict=True)))
+        self.runner = FakeRunner(
+            self.memory,
+            list(zip(memories, windows, strict=True)),
+            has_states=self.model_info.states is not None,
+        )
         self.tiers: list[FakeTierStorage] = []
         self.is_shut_down = False
         self.runs_ahead = False

@@ -1,0 +1,253 @@
+"""Recurrent layers of transformers (Mamba, gated delta nets, short convolutions) over states that the engine keeps.
+
+Such a layer reads and replaces states by the interface of transformers' caches (``get_conv_state``,
+``update_recurrent_state``, ...). It would mix the texts of a packed batch, so it is run once for each request, over a view
+of that request's slot. At position 0 there is no state for it, as at the start of a text: what is in the slot is never
+read.
+
+The layers of Mamba 1 do not pass a state that exists to their scan of several tokens. They compute one token at a time.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contract.state_layout import NO_SLOT, StateLayout, StatePart
+
+CONV = "conv"
+RECURRENT_STATE = "recurrent"
+_UPDATES = ("update_conv_state(", "update_recurrent_state(")
+_CACHES = ("cache_params", "past_key_values")
+_PASSES_STATE = "initial_state"
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+StateKey = tuple[int, str, int]
+"""Layer, name and index of a state."""
+
+
+def key_of(part: StatePart) -> StateKey:
+    """Return the key of a state."""
+    return part.layer, part.name, part.index
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """The requests of one step: of each, its slot (0: none, its states are dropped), and its tokens.
+
+    starts: computed tokens before the step. counts: tokens of the step, in the order of the batch. states: of all slots,
+    ``[num_slots, *shape]`` each, slot 1 first; None: there are no slots, and all states are dropped.
+    """
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    states: Mapping[StateKey, Tensor] | None
+
+
+class _View:
+    """The states of one request, in transformers' interface. is_new: nothing of its text has been computed."""
+
+    def __init__(self, find: Callable[[StateKey], Tensor], is_new: bool) -> None:
+        self._find = find
+        self._is_new = is_new
+        self._is_known: set[tuple[int, int]] = set()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the inputs before this step, which the layer may change in place; None at the start of a text."""
+        return self._get(CONV, layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """See ``get_conv_state``."""
+        return self._get(RECURRENT_STATE, layer_idx, state_idx)
+
+    def has_previous_state(self, layer_idx: int, state_idx: int | None = 0) -> bool:
+        """Return whether the text has begun."""
+        return not self._is_new or (layer_idx, state_idx or 0) in self._is_known
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: nothing is undone."""
+        return False
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Keep the last inputs; return them all, behind those before."""
+        state = self._find((layer_idx, CONV, state_idx))
+        size = state.shape[-1]
+        if self.has_previous_state(layer_idx, state_idx):
+            whole = torch.cat([state, conv_states], dim=-1)
+        else:
+            self._is_known.add((layer_idx, state_idx))
+            whole = nn.functional.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        state.copy_(whole[..., -size:])
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Keep the state."""
+        state = self._find((layer_idx, RECURRENT_STATE, state_idx))
+        self._is_known.add((layer_idx, state_idx))
+        state.copy_(recurrent_states)
+        return state
+
+    def _get(self, name: str, layer: int, index: int) -> Tensor | None:
+        return self._find((layer, name, index)) if self.has_previous_state(layer, index) else None
+
+
+class _Recording(_View):
+    """Records the shapes and dtypes of states while a new text is computed."""
+
+    def __init__(self) -> None:
+        super().__init__(self._missing, is_new=True)
+        self.found: dict[StateKey, Tensor] = {}
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **others: object
+    ) -> Tensor:
+        """Make a state of the size that transformers' cache would give it."""
+        size: Any = others.get("conv_kernel_size") or conv_states.shape[-1]
+        self.found[layer_idx, CONV, state_idx] = conv_states.new_zeros(*conv_states.shape[:-1], size)
+        return super().update_conv_state(conv_states, layer_idx, state_idx)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Make a state of this shape."""
+        self.found[layer_idx, RECURRENT_STATE, state_idx] = torch.zeros_like(recurrent_states)
+        return recurrent_states
+
+    def _missing(self, key: StateKey) -> Tensor:
+        return self.found[key]
+
+
+class RecurrentLayers:
+    """All recurrent layers of one model. Replaces their ``forward``, and owns the running step.
+
+    layout: their states; it is known after ``survey``, None of a model that has none.
+    """
+
+    def __init__(self, whole: nn.Module) -> None:
+        self.layout: StateLayout | None = None
+        self._recording: _Recording | None = None
+        self._step: StateStep | None = None
+        self._examples: dict[StateKey, Tensor] = {}
+        self.layers: set[int] = set()
+        for module in whole.modules():
+            if _is_recurrent(module):
+                layer: Any = module
+                self.layers.add(layer.layer_idx)
+                layer.forward = self._wrapped(module)
+
+    @contextmanager
+    def survey(self) -> Iterator[None]:
+        """Find the states of each layer by the new text that is computed in this block."""
+        self._recording = recording = _Recording()
+        try:
+            yield
+        finally:
+            self._recording = None
+        self._examples = recording.found
+        parts = [
+            StatePart(
+                layer=layer,
+                name=name,
+                index=index,
+                shape=tuple(state.shape[1:]),
+                dtype=_DTYPE_NAMES[state.dtype],
+            )
+            for (layer, name, index), state in sorted(recording.found.items())
+        ]
+        self.layout = StateLayout(tuple(parts)) if parts else None
+
+    @contextmanager
+    def during(self, step: StateStep) -> Iterator[None]:
+        """Run the layers by ``step`` until the end of the block."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def _wrapped(self, module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+        signature = inspect.signature(original)
+        cache = next(name for name in _CACHES if name in signature.parameters)
+        is_by_token = computes_by_token(module)
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            step = self._step
+            recording = self._recording
+            if step is None and recording is None:  # transformers alone computes
+                return original(*arguments, **named)
+            given = signature.bind(*arguments, **named).arguments
+            if step is None:
+                return original(**_part_of(given, slice(None)), **{cache: recording})
+            outputs: list[Any] = []
+            first = 0
+            for slot, computed, count in zip(step.slots, step.starts, step.counts, strict=True):
+                view = _View(self._finder(step.states, slot), is_new=computed == 0)
+                size = 1 if is_by_token else count
+                parts = [_part_of(given, slice(at, at + size)) for at in range(first, first + count, size)]
+                outputs += [original(**part, **{cache: view}) for part in parts]
+                first += count
+            return _joined(outputs)
+
+        return forward
+
+    def _finder(self, states: Mapping[StateKey, Tensor] | None, slot: int) -> Callable[[StateKey], Tensor]:
+        """Return what finds a state ``[1, *shape]`` of a slot; without one it is made, and dropped."""
+        if states is not None and slot != NO_SLOT:
+            return lambda key: states[key][slot - 1 : slot]
+        made: dict[StateKey, Tensor] = {}
+
+        def find(key: StateKey) -> Tensor:
+            if key not in made:
+                made[key] = torch.zeros_like(self._examples[key])
+            return made[key]
+
+        return find
+
+
+def running(layers: RecurrentLayers | None, step: StateStep) -> AbstractContextManager[None]:
+    """Return a block in which the layers, if there are any, run by ``step``."""
+    return nullcontext() if layers is None else layers.during(step)
+
+
+def _part_of(given: Mapping[str, Any], tokens: slice) -> dict[str, Any]:
+    """Return the arguments for some tokens of a packed batch ``[1, num_tokens, ...]``, without its masks."""
+    size = given["hidden_states"].shape[:2]
+    return {
+        name: value[:, tokens]
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.shape[:2] == size and not name.endswith("mask")
+    }
+
+
+def _joined(outputs: list[Any]) -> Any:
+    if isinstance(outputs[0], tuple):
+        return tuple([torch.cat(each, dim=1) for each in zip(*outputs, strict=True)])
+    return torch.cat(outputs, dim=1)
+
+
+def _source_of(module: nn.Module) -> str:
+    try:
+        return inspect.getsource(type(module).forward)
+    except (OSError, TypeError):  # of no file, so not of transformers
+        return ""
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Return whether a layer keeps a state by the interface of transformers' caches."""
+    return hasattr(module, "layer_idx") and any(update in _source_of(module) for update in _UPDATES)
+
+
+def computes_by_token(module: nn.Module) -> bool:
+    """Return whether a layer ignores a state that exists if it computes several tokens (Mamba 1)."""
+    source = _source_of(module)
+    return _UPDATES[1] in source and _PASSES_STATE not in source

@@ -1,0 +1,61 @@
+"""The slots for the states of recurrent layers (``contract.state_layout``): a request has one, as long as it has blocks."""
+
+from contract.state_layout import NO_SLOT
+
+
+class StateSlots:
+    """The one owner of slots: each is free, or held by one request, which no other shares.
+
+    copies: (from, to) of slots to be copied, one after the other, before anything else is computed; not ordered yet.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.copies: list[tuple[int, int]] = []
+        self._free = list(range(num_slots, NO_SLOT, -1))
+        self._slot_of: dict[str, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Slots that may be taken now."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """The share of slots that are not free, 0..1."""
+        return 1.0 - len(self._free) / self.num_slots
+
+    def allocate(self, holder: str) -> list[int]:
+        """Give a slot to a holder that has none; return it, or nothing for one that has one. One must be free."""
+        if holder in self._slot_of:
+            return []
+        slot = self._slot_of[holder] = self._free.pop()
+        return [slot]
+
+    def fork(self, holder: str, new_holder: str) -> None:
+        """Copy the state of a holder for another one, which has a slot."""
+        self.copies.append((self._slot_of[holder], self._slot_of[new_holder]))
+
+    def free(self, holder: str) -> None:
+        """Free the slot of a holder, if it has one. Its content is never read again."""
+        slot = self._slot_of.pop(holder, NO_SLOT)
+        if slot != NO_SLOT:
+            self._free.append(slot)
+
+    def table_of(self, holder: str) -> list[int]:
+        """Return the slot of a holder, in a list; an empty one for a holder without a slot."""
+        slot = self._slot_of.get(holder)
+        return [] if slot is None else [slot]
+
+    def holders(self) -> set[str]:
+        """Return those that have a slot."""
+        return set(self._slot_of)
+
+    def pop_copies(self) -> list[tuple[int, int]]:
+        """Return ``copies``, which are to be made now."""
+        copies, self.copies = self.copies, []
+        return copies
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each slot is in one state."""
+        assert sorted([*self._free, *self._slot_of.values()]) == list(range(1, self.num_slots + 1))

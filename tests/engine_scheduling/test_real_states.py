@@ -1,0 +1,144 @@
+"""Engines on a real model with recurrent layers, with memory for a few requests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from contract.errors import SettingError
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
+from contract.state_layout import StateLayout, StatePart
+from engine.connecting import Transfers
+from engine.core import EngineCore
+from engine.kv_cache.sizing import StateNeeds, Workload
+from engine.kv_cache.startup import KVCacheSpec, make_config
+from engine.settings import EngineSettings
+from roles.table import STAGES
+from tests.checkpoints import load_reference, reference_greedy, write_checkpoint
+from tests.drafting_engines import DraftingEngine, without_drafts
+from tests.families.tiny_models import make_tiny
+
+SHARED = [(37 * i + 11) % 256 for i in range(40)]
+PROMPTS = [[7], SHARED[:9], [*SHARED, *range(60, 81)], SHARED, [5, 6, 7, 8] * 9]
+NUM_TOKENS = 12
+CRAMPED: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 4,
+    "max_num_batched_tokens": 13,
+    "max_num_seqs": 4,
+    "max_model_len": 80,
+}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), make_tiny("lfm2"), 3)
+
+
+def requests(prompts: Sequence[list[int]]) -> list[EngineRequest]:
+    """Greedy answers, of which some have three choices."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [
+        EngineRequest(
+            request_id="",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            num_choices=1 + 2 * (index % 3 == 2),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def check_answers(engine: DraftingEngine, folder: Path, prompts: Sequence[list[int]] = PROMPTS) -> None:
+    """Compare the answers to all prompts at once with transformers' own."""
+    reference = load_reference(folder)
+    answers = engine.answers(requests(prompts))
+    for (place, _), answer in answers.items():
+        expected = reference_greedy(reference, prompts[int(place)], NUM_TOKENS)
+        assert answer["token_ids"] == expected
+    engine.core.call("check_integrity", [])
+
+
+def bytes_for(core: EngineCore, num_texts: float) -> int:
+    """Return the bytes of two slots and of the KV of some texts of any length."""
+    assert core.executor.kv_cache_config is not None
+    states = core.executor.kv_cache_config.cache.states
+    assert states is not None
+    return int(2 * states.slot_bytes + num_texts * 20 * core.info.layout.block_bytes)
+
+
+def test_answers_are_those_of_transformers(model: Path) -> None:
+    """Chunks, choices and preemption: two slots for four places, and KV for little more than one text."""
+    roomy = without_drafts(model, kv_cache_bytes=4 * MIB, **CRAMPED)
+    assert roomy.core.info.num_state_slots == CRAMPED["max_num_seqs"]
+    check_answers(roomy, model)
+    num_bytes = bytes_for(roomy.core, 1.1)
+    cramped = without_drafts(model, kv_cache_bytes=num_bytes, **CRAMPED)
+    assert cramped.core.info.num_state_slots == 2
+    for _ in range(2):
+        check_answers(cramped, model)
+    counters = cramped.core.call("counters", [])
+    assert counters["num_preemptions_total"] > 0
+    assert counters["cached_tokens_total"] == 0
+
+
+def test_a_model_of_recurrent_layers_alone_is_served(tmp_path: Path) -> None:
+    """Its blocks have no bytes, and count the tokens of texts; slots decide how many requests run."""
+    folder = write_checkpoint(tmp_path, make_tiny("mamba2"), 3)
+    settings = {**CRAMPED, "max_num_seqs": 2}
+    engine = without_drafts(folder, kv_cache_bytes=MIB, **settings)
+    info = engine.core.info
+    assert (info.layout.num_layers, info.layout.block_bytes, info.num_state_slots) == (0, 0, 2)
+    assert info.num_blocks == 1 + 2 * 20
+    check_answers(engine, folder)
+
+
+def test_an_engine_with_states_opens_no_connector(model: Path) -> None:
+    """A worker of its own serves the model; one that hands KV over would lose the states."""
+
+    def never(*_: object) -> NoReturn:
+        raise AssertionError("a connector is opened")
+
+    core = EngineCore(EngineSettings(model=model, kv_cache_bytes=MIB, **CRAMPED), Transfers(never, STAGES))
+    assert core.info.control_address == ""
+    assert core.info.why_alone == "the states of the model's recurrent layers are not handed over"
+    core.close()
+
+
+def test_kv_tiers_are_refused(model: Path) -> None:
+    settings = EngineSettings(model=model, kv_cache_bytes=MIB, host_kv_bytes=1 << 16, **CRAMPED)
+    with pytest.raises(SettingError, match="host_kv_bytes is set, and KV tiers do not store the states"):
+        EngineCore(settings)
+
+
+def test_too_little_memory_names_all_numbers(model: Path) -> None:
+    settings = EngineSettings(model=model, kv_cache_bytes=1000, **CRAMPED)
+    with pytest.raises(
+        SettingError, match=r"there are 1000 bytes .* 2 requests and 0 snapshots need 2 slots of"
+    ):
+        EngineCore(settings)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "slot_bytes", "most", "num_slots"),
+    [
+        (1 << 30, 64 * MIB, 256, 8),  # as a hybrid of 35 billion parameters has, at the default of memory
+        (1 << 30, MIB, 256, 15),
+        (1 << 30, MIB, 4, 4),
+        (140 * MIB, 64 * MIB, 256, 2),
+    ],
+)
+def test_as_many_requests_as_fit_get_a_slot(
+    num_bytes: int, slot_bytes: int, most: int, num_slots: int
+) -> None:
+    """Each with a text of 4,096 tokens, 64 MiB here; the rest of the memory is KV."""
+    states = StateLayout((StatePart(layer=1, name="recurrent", shape=(slot_bytes // 4,), dtype="float32"),))
+    specs = {str(layer): KVCacheSpec(16, 4, 256, "bfloat16") for layer in range(4)}
+    workload = Workload(32768, 2048, most)
+    config = make_config(specs, num_bytes, workload, StateNeeds(states, 16))
+    assert config.num_state_slots == num_slots
+    rest = num_bytes - config.num_bytes
+    assert 0 <= rest < 2 * sum(spec.block_bytes for spec in specs.values())
