@@ -71,7 +71,7 @@ def test_the_class_is_found_by_the_model_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("qwen3_5", {}, "recurrent layers are not served"),
+        ("minimax", {}, "recurrent layers are not served"),
         (
             "qwen3_vl",
             {"architectures": ["Qwen9VLForConditionalGeneration"]},

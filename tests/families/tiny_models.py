@@ -69,6 +69,15 @@ _HALF_MROPE = {
 _WITH_MROPE = "glm46v glm4v glm_ocr glmga paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl".split()
 _PADDING_WITHIN = {"pad_token_id": 1}
 _SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
+_LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_WITH_LINEAR_ATTENTION = "qwen3_5 qwen3_5_moe minicpm_ocr minicpmv4_6 minicpmv4_7".split()
+_MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 _ONE_SHAPE = {"num_key_value_heads": 4}
 _LATENT = {
     **_ONE_SHAPE,
@@ -77,6 +86,12 @@ _LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+}
+_DELTA_AND_LATENT = {
+    **_LATENT,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
 }
 _OF_FAMILY: Mapping[str, dict[str, Any]] = {
     **{family: {"text_config": _MROPE} for family in _WITH_MROPE},
@@ -118,7 +133,16 @@ _OF_FAMILY: Mapping[str, dict[str, Any]] = {
     "lfm2": _SHORT_CONVOLUTIONS,
     "lfm2_moe": _SHORT_CONVOLUTIONS,
     "lfm2_vl": {"text_config": _SHORT_CONVOLUTIONS},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _LINEAR_ATTENTION),
+    **{family: {"text_config": _LINEAR_ATTENTION} for family in _WITH_LINEAR_ATTENTION},
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _DELTA_AND_LATENT),
+    "bamba": {**_MAMBA_2, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {**_MAMBA_2, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "falcon_h1": {**_MAMBA_2, "mamba_d_ssm": 128},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     # Its generate, with a cache, differs from its own forward pass beyond a window.
     "moshi": {"sliding_window": 300},
 }
