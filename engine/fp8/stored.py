@@ -4,6 +4,7 @@ Which layers are quantised is decided by what is stored: a weight in FP8 and its
 bits is refused by name.
 """
 
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from engine.fp8.scheme import Activations, Fp8Scheme
@@ -55,7 +56,7 @@ class Fp8Checkpoint:
             if dtype.startswith("F8") and _split(name)[0] not in self.layers:
                 raise bad_model(f"tensor {name} is stored as {dtype} without a weight_scale")
 
-    def names(self) -> set[str]:
+    def names(self) -> Set[str]:
         """Return the names of all tensors."""
         return self._others | self._scales_of(self.multiplied)
 

@@ -29,7 +29,7 @@ from engine.models.load_progress import LoadProgress
 from engine.models.registry import architecture_name, find_architecture
 from engine.models.served import model_length, plan_own, refuse_ranks, refuse_spreading, text_part
 from engine.models.sharding import Part, config_of_rank, part_of
-from engine.quantisation.stored import QuantisedCheckpoint, open_weights
+from engine.quantisation.stored import QuantisedCheckpoint, open_weights, read_scheme
 
 logger = logging.getLogger(__name__)
 
@@ -175,11 +175,12 @@ def _load_from_transformers(
     architecture = str(architecture_name(raw))
     refuse_ranks(raw, group.size)
     part = text_part(raw)
-    weights, name = open_weights(checkpoint, part, dtype)
+    scheme = read_scheme(part)
+    found = TransformersCheckpoint(folder, raw, architecture)
+    weights, name = open_weights(checkpoint, scheme, part, dtype)
     kv_dtype = resolve_kv_dtype(kv_cache_dtype, name)
-    found = TransformersCheckpoint(folder, raw, architecture, None if weights is checkpoint else weights)
     length = model_length(max_model_len, found.num_positions, found.max_positions)
-    model, shape = found.load(DTYPES[name], device, length)
+    model, shape = found.load(DTYPES[name], device, length, None if weights is checkpoint else weights)
     angles = found.angles(length)
     info = _info(folder, part, shape, length, name, kv_dtype, True, name, angles)
     return LoadedModel(model, shape, info, facts=describe_model(folder))

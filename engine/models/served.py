@@ -24,7 +24,7 @@ from engine.models.checkpoint import (
 )
 from engine.models.config import DecoderConfig, Head, RawConfig, bad_config, check_counts
 from engine.models.registry import Architecture, architecture_name, find_architecture
-from engine.quantisation.stored import describe_weights, open_weights, read_scheme
+from engine.quantisation.stored import AnyScheme, describe_weights, open_weights, read_scheme
 
 _PROGRAM = "engine.models.facts_program"
 _PROGRAM_SECONDS = 60.0
@@ -36,11 +36,12 @@ _OTHER_PARTS = re.compile("vision|visual|image|audio|multi_modal_projector")
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A folder that our own decoder serves. length: the longest context. head: its output layer."""
+    """A folder that our own decoder serves. length: the longest context. head: its output layer. scheme: of the weights."""
 
     architecture: Architecture
     config: DecoderConfig
     head: Head
+    scheme: AnyScheme | None
     weights: Weights
     dtype: str
     length: int
@@ -123,7 +124,8 @@ def plan_own(
     The embedding is the output head if the configuration ties them and the checkpoint has no separate head. A decoder
     that was saved alone, or by sentence-transformers, needs no head: it gives embeddings only.
     """
-    weights, name = open_weights(checkpoint, raw, dtype)
+    scheme = read_scheme(raw)
+    weights, name = open_weights(checkpoint, scheme, raw, dtype)
     config = architecture.read_config(raw)
     length = model_length(max_model_len, *config.rope.lengths(config.max_position_embeddings))
     config = replace(config, rope=replace(config.rope, length=length))
@@ -136,7 +138,7 @@ def plan_own(
             "true there"
         )
     check_tensors(architecture.shapes(config, head), weights)
-    return OwnModel(architecture, config, head, weights, name, length)
+    return OwnModel(architecture, config, head, scheme, weights, name, length)
 
 
 def refuse_ranks(raw: RawConfig, num_ranks: int) -> None:
@@ -183,8 +185,9 @@ def _examine_own(
         config = own.config
         name = own.dtype
         head = own.head
+        scheme = own.scheme
     else:
-        read_scheme(raw)
+        scheme = read_scheme(raw)
         config = architecture.read_config(raw)
         name = _named_dtype(dtype, raw)
         head = Head.TIED if config.tie_word_embeddings else Head.OWN
@@ -197,7 +200,7 @@ def _examine_own(
         is_tried=True,
         dtype=name,
         kv_dtype=kv_dtype,
-        quantisation=describe_weights(raw, name, is_own=True),
+        quantisation=describe_weights(scheme, name, is_own=True),
         num_weight_bytes=_bytes(sum(counts.values()), name),
         num_expert_bytes=_bytes(num_of_experts, name) or 0,
         kv_bytes_per_token=_bytes(2 * config.num_layers * config.num_kv_heads * config.head_dim, kv_dtype),
@@ -216,12 +219,13 @@ def _examine_transformers(
 ) -> Served:
     weights: Weights | None = None
     part = text_part(raw)
+    # The order of the loader: what the configuration refuses is refused before the headers of a hundred files are read.
+    scheme = read_scheme(part)
+    facts = _ask_transformers(folder)
     if checkpoint is None:
-        read_scheme(part)
         name = _named_dtype(dtype, part)
     else:
-        weights, name = open_weights(checkpoint, part, dtype)
-    facts = _ask_transformers(folder)
+        weights, name = open_weights(checkpoint, scheme, part, dtype)
     shape = facts["kv_shape"]
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     num_numbers = None
@@ -236,7 +240,7 @@ def _examine_transformers(
         is_tried=facts["is_tried"],
         dtype=name,
         kv_dtype=kv_dtype,
-        quantisation=describe_weights(part, name, is_own=False),
+        quantisation=describe_weights(scheme, name, is_own=False),
         num_weight_bytes=_bytes(num_numbers, name),
         kv_bytes_per_token=_bytes(prod(shape) if shape else None, kv_dtype),
         max_model_len=model_length(max_model_len, facts["num_positions"], facts["max_positions"]),

@@ -123,15 +123,11 @@ class _GivenStates(nn.Module):
 class TransformersCheckpoint:
     """A folder that transformers can read and whose configuration can be served.
 
-    num_positions, max_positions: see ``TransformersFacts``. dequantised: the weights, if transformers must not read
-    the files itself. Raises SettingError.
+    num_positions, max_positions: see ``TransformersFacts``. Raises SettingError.
     """
 
-    def __init__(
-        self, folder: Path, raw: RawConfig, architecture: str, dequantised: Weights | None = None
-    ) -> None:
+    def __init__(self, folder: Path, raw: RawConfig, architecture: str) -> None:
         self._folder = folder
-        self._dequantised = dequantised
         self._architecture = architecture
         facts = read_facts(folder, raw)
         self._facts = facts
@@ -143,12 +139,15 @@ class TransformersCheckpoint:
         return angles(self._facts.text, length)
 
     def load(
-        self, dtype: torch.dtype, device: torch.device, length: int
+        self, dtype: torch.dtype, device: torch.device, length: int, dequantised: Weights | None = None
     ) -> tuple[TransformersModel, ModelShape]:
-        """Load the weights onto ``device`` and check the model. length: its longest context. Raises SettingError."""
+        """Load the weights onto ``device`` and check the model. length: its longest context.
+
+        dequantised: the weights, if transformers must not read the files itself. Raises SettingError.
+        """
         register()
         with refusing(self._architecture, ASKING, AskedMask.__name__):
-            whole = self._read(dtype)
+            whole = self._read(dtype, dequantised)
             text = self._facts.text
             if self._facts.is_composite:
                 _keep_text(whole)
@@ -182,9 +181,8 @@ class TransformersCheckpoint:
             )
         return model, shape
 
-    def _read(self, dtype: torch.dtype) -> Any:
+    def _read(self, dtype: torch.dtype, weights: Weights | None) -> Any:
         """Read the weights by memory map; those already in ``dtype`` stay backed by the file."""
-        weights = self._dequantised
         source: dict[str, Any] = {"pretrained_model_name_or_path": self._folder}
         if weights is not None:
             # transformers would look for a library of the format, and without its configuration reads plain weights.

@@ -4,7 +4,7 @@
 and the headers of the files, before a weight is read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from engine.models.sharding import Part
 
-READERS: Mapping[str, Callable[[Fields], Scheme | Fp8Scheme]] = {
+AnyScheme = Scheme | Fp8Scheme
+READERS: Mapping[str, Callable[[Fields], AnyScheme]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,
     "awq": gptq.read_awq,
@@ -70,7 +71,7 @@ class QuantisedCheckpoint:
                 raise bad_model(f"tensor {name} is stored twice, with and without quantisation")
             self._check_other(name)
 
-    def names(self) -> set[str]:
+    def names(self) -> Set[str]:
         """Return the names of all tensors."""
         return self._others | set(self._coded)
 
@@ -132,7 +133,7 @@ class QuantisedCheckpoint:
             raise bad_model(f"tensor {name} is stored as {dtype}, and {PLACE} describes no such numbers")
 
 
-def read_scheme(raw: RawConfig) -> Scheme | Fp8Scheme | None:
+def read_scheme(raw: RawConfig) -> AnyScheme | None:
     """Return the scheme in config.json, None without quantisation. Raises SettingError for one that is not served."""
     values = raw.get(PLACE)
     if not values:
@@ -141,12 +142,13 @@ def read_scheme(raw: RawConfig) -> Scheme | Fp8Scheme | None:
     return READERS[config.require("quant_method", *READERS)](config)
 
 
-def open_weights(checkpoint: Checkpoint, raw: RawConfig, dtype: str) -> tuple[Weights, str]:
-    """Return the weights as a model reads them, and the dtype to compute in. dtype: the setting.
+def open_weights(
+    checkpoint: Checkpoint, scheme: AnyScheme | None, raw: RawConfig, dtype: str
+) -> tuple[Weights, str]:
+    """Return the weights as a model reads them, and the dtype to compute in. scheme: of ``raw``. dtype: the setting.
 
-    Raises SettingError for a quantisation that is not served, and for tensors that do not have the form it requires.
+    Raises SettingError for tensors that do not have the form that the scheme requires.
     """
-    scheme = read_scheme(raw)
     if scheme is None:
         return checkpoint, resolve_dtype(dtype, raw, checkpoint)
     if isinstance(scheme, Fp8Scheme):
@@ -157,9 +159,8 @@ def open_weights(checkpoint: Checkpoint, raw: RawConfig, dtype: str) -> tuple[We
     return weights, weights.dtype
 
 
-def describe_weights(raw: RawConfig, dtype: str | None, *, is_own: bool) -> str | None:
+def describe_weights(scheme: AnyScheme | None, dtype: str | None, *, is_own: bool) -> str | None:
     """Return the quantisation of a model that is served, for people; None without. is_own: our own decoder computes it."""
-    scheme = read_scheme(raw)
     if scheme is None:
         return None
     name = "FP8 (compressed-tensors)" if isinstance(scheme, Fp8Scheme) else scheme.describe()

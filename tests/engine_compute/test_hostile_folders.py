@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from safetensors.torch import load_file, save_file
 
 from contract.errors import SettingError
 from engine.models.loading import load
@@ -51,6 +52,15 @@ def map_weights_to(name: Any) -> Callable[[Path], None]:
         (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
 
     return change
+
+
+def drop_a_mapped_tensor(folder: Path) -> None:
+    """Write an index that places a tensor in a file without it."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file.name)}))
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
 
 
 def declare(header: dict[str, Any], num_bytes: int = 8, length: int | None = None) -> Callable[[Path], None]:
@@ -102,6 +112,7 @@ HOSTILE: list[tuple[Callable[[Path], None], str]] = [
     (replace_by_pipe(INDEX), f"{INDEX} is a pipe"),
     (map_weights_to("../weights"), "outside the folder"),
     (map_weights_to("/etc/passwd"), "outside the folder"),
+    (drop_a_mapped_tensor, f"model.safetensors has no tensor model.norm.weight, which {INDEX} places there"),
     (map_weights_to("nowhere.safetensors"), "lacks the shard nowhere.safetensors"),
     (map_weights_to(7), "names '7' as a file|lacks the shard 7"),
     (declare(tensor([2**62, 4], 8)), "model.safetensors cannot be read as safetensors"),

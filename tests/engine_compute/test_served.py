@@ -13,6 +13,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -28,6 +29,7 @@ from tests.checkpoints import FAMILIES, make_checkpoint, make_foreign_checkpoint
 from tests.engine_compute.test_checkpoint import change_config, load_on_cpu
 from tests.fakes.engine.local_ranks import Exchange, LocalRankGroup
 from tests.fp8_checkpoints import make_fp8, quantization
+from tests.quantised_checkpoints import VARIANTS, quantise
 from tests.soak_settings import soak_factor
 
 SMALL = {
@@ -213,11 +215,24 @@ def test_a_folder_without_weights_is_read_from_its_configuration(tmp_path: Path)
     assert "bits is None; only 4 is served" in str(outcome(lambda: examine(tmp_path / "qwen3")))
 
 
-def test_nothing_imports_torch(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
+@pytest.mark.parametrize("is_quantised", [False, True], ids=["plain", "quantised"])
+def test_nothing_imports_torch(tmp_path: Path, is_quantised: bool) -> None:
+    """Also where a bias must be read, to know that it is the zeros of a quantisation; numpy has no bfloat16."""
+    folder = make_checkpoint(tmp_path / "plain", "qwen3", dtype=torch.bfloat16)
+    if is_quantised:
+        folder, _ = quantise(folder, tmp_path / "quantised", VARIANTS["GPTQ"])
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        biases = {
+            name: torch.zeros_like(each, dtype=torch.bfloat16)
+            for name, each in tensors.items()
+            if name.endswith(".bias")
+        }
+        assert biases
+        save_file(tensors | biases, file)
     program = (
         "import sys; from pathlib import Path; from engine.models.served import examine\n"
-        f"examine(Path({str(tmp_path)!r})); sys.exit('torch' in sys.modules)"
+        f"examine(Path({str(folder)!r})); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
