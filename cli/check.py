@@ -26,6 +26,7 @@ from worker.settings import visible_gpus
 if TYPE_CHECKING:
     from engine.models.served import Served
 
+_TYPICAL_TOKENS = 4096
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 """Files that run their author's code when they are loaded, so no command of kvbaton loads them."""
@@ -164,9 +165,28 @@ def add_served(finding: Finding, served: "Served", ranks: RankCounts) -> None:
         "weights in memory": in_memory,
         **of_ranks,
         "KV bytes per token": served.kv_bytes_per_token,
+        **_cache_facts(served),
         "KV dtype": served.kv_dtype,
         "quantization": served.quantisation,
     }
+
+
+def _cache_facts(served: "Served") -> dict[str, Any]:
+    """Return the groups of layers, and the bytes that requests hold."""
+    cache = served.cache
+    if cache is None:
+        return {}
+    groups = {
+        group.name: {"layers": len(group.layers), "bytes a token": group.token_bytes}
+        for group in cache.groups
+    }
+    lengths = sorted({min(_TYPICAL_TOKENS, served.max_model_len), served.max_model_len})
+    held = {}
+    for length in lengths:
+        held[f"{length} tokens"] = {"bytes": cache.request_bytes(length)}
+        if not cache.is_uniform:
+            held[f"{length} tokens"]["bytes where all tokens are kept"] = length * cache.token_bytes
+    return {"KV of layers": groups, "KV of a request": held}
 
 
 def _add_card(finding: Finding, card: ModelCard) -> None:
@@ -220,5 +240,11 @@ def _shown(value: Any) -> str:
     if value is None or value == [] or value == {}:
         return "-"
     if isinstance(value, dict):
+        if all(isinstance(one, dict) for one in value.values()):
+            return "; ".join(f"{name}: {_counted(one)}" for name, one in value.items())
         return ", ".join(f"{name} {one}" for name, one in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _counted(numbers: dict[str, int]) -> str:
+    return ", ".join(f"{number:,} {unit}" for unit, number in numbers.items())

@@ -37,6 +37,11 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The kind of the group, with its window: "full", or "window of N tokens"."""
         return "full" if self.window is None else f"window of {self.window} tokens"
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in these layers."""
+        return self.layout.block_bytes // self.layout.block_size
+
     def num_passed_blocks(self, num_tokens: int) -> int:
         """Return how many of the first blocks are not seen by the token at position ``num_tokens``, or any behind it."""
         if self.window is None:
@@ -75,12 +80,22 @@ class CacheLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(
-        cls, layout: KVLayout, windows: Sequence[int | None], states: StateLayout | None = None
+        cls,
+        layout: KVLayout,
+        windows: Sequence[int | None],
+        states: StateLayout | None = None,
+        max_model_len: int | None = None,
     ) -> "CacheLayout":
-        """Return the groups of a model of which each layer has the shape of ``layout`` and a window; None: all tokens."""
+        """Return the groups of a model of which each layer has the shape of ``layout`` and a window; None: all tokens.
+
+        max_model_len: of the longest text; a window that no text is longer than is none.
+        """
         groups = [] if windows else [CacheGroup(layers=(), layout=layout)]
-        for window in sorted(set(windows), key=lambda each: (each is not None, -(each or 0))):
-            layers = tuple(layer for layer, own in enumerate(windows) if own == window)
+        reaches = [
+            window if max_model_len is None or (window or 0) < max_model_len else None for window in windows
+        ]
+        for window in sorted(set(reaches), key=lambda each: (each is not None, -(each or 0))):
+            layers = tuple(layer for layer, own in enumerate(reaches) if own == window)
             own_layout = msgspec.structs.replace(layout, num_layers=len(layers))
             groups.append(CacheGroup(layers=layers, layout=own_layout, window=window))
         return cls(tuple(groups), states)
@@ -89,6 +104,15 @@ class CacheLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     def is_uniform(self) -> bool:
         """True if each layer with KV keeps all tokens: one table, and blocks of ``groups[0].layout``."""
         return len(self.groups) == 1 and self.groups[0].window is None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return sum(group.token_bytes for group in self.groups)
+
+    def request_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the blocks that a request of ``num_tokens`` holds while it is answered."""
+        return sum(group.max_blocks(num_tokens, 1) * group.layout.block_bytes for group in self.groups)
 
     def fingerprint(self) -> str:
         """Return a short hash; that of the block's layout if all layers keep all tokens (``KVLayout.fingerprint``)."""

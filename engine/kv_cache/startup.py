@@ -115,10 +115,8 @@ def make_config(
     )
     if workload is None:
         return KVCacheConfig((available_bytes // per_block,), CacheLayout.of(layout, [None] * len(specs)))
-    length = workload.max_model_len
-    # A window that no text is longer than is none.
-    windows = [spec.window if (spec.window or length) < length else None for spec in specs.values()]
-    cache = CacheLayout.of(layout, windows, None if states is None else states.layout)
+    windows = [spec.window for spec in specs.values()]
+    cache = CacheLayout.of(layout, windows, None if states is None else states.layout, workload.max_model_len)
     if states is None:
         return KVCacheConfig(share_memory(cache, available_bytes, workload), cache)
     num_blocks, num_slots = share_with_states(cache, available_bytes, workload, states)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from safetensors import SafetensorError, safe_open
 
+from contract.decoding import decode_outside, json_decoder
 from contract.errors import SettingError
 from contract.model_folder import (
     MAX_TOKENIZER_BYTES,
@@ -108,6 +109,9 @@ class _Stored(msgspec.Struct, frozen=True, gc=False):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     data_offsets: tuple[int, int] = (0, 0)
+
+
+_HEADER: msgspec.json.Decoder[dict[str, _Stored]] = json_decoder(dict[str, _Stored])
 
 
 class Checkpoint:
@@ -288,10 +292,9 @@ def _read_header(file: Path) -> Mapping[str, _Stored]:
     """Return the tensors of a file by name."""
     with file.open("rb") as stream:
         text = stream.read(int.from_bytes(stream.read(_LENGTH_BYTES), "little"))
-    try:
-        return msgspec.json.decode(text, type=dict[str, _Stored])
-    except msgspec.DecodeError as error:
-        raise bad_model(f"{file} cannot be read as safetensors: {error}") from error
+    return decode_outside(
+        _HEADER.decode, text, lambda told: bad_model(f"{file} cannot be read as safetensors: {told}")
+    )
 
 
 def bad_model(what: str) -> SettingError:

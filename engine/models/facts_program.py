@@ -51,6 +51,7 @@ def _read(folder: Path) -> dict[str, Any]:
         "is_tried": facts.is_tried,
         "kv_shape": facts.kv_shape,
         "has_states": facts.has_states,
+        "windows": facts.windows,
     }
 
 

@@ -7,13 +7,15 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from contract.cache_layout import CacheLayout
 from contract.errors import SettingError
-from contract.layout import DTYPE_BYTES, resolve_kv_dtype
+from contract.layout import DTYPE_BYTES, KEY_VALUE, LATENT, KVLayout, resolve_kv_dtype
 from engine.models.checkpoint import (
     DTYPE_NAMES,
     HEAD_NAME,
@@ -24,6 +26,7 @@ from engine.models.checkpoint import (
 )
 from engine.models.config import DecoderConfig, Head, RawConfig, bad_config, check_counts
 from engine.models.registry import Architecture, architecture_name, find_architecture
+from engine.options import KVCacheOptions
 from engine.quantisation.stored import AnyScheme, describe_weights, open_weights, read_scheme
 
 _PROGRAM = "engine.models.facts_program"
@@ -57,7 +60,8 @@ class Served:
     has_states: it has recurrent layers, so aggregated workers alone serve it. quantisation: None without.
     num_weight_bytes: of the weights in that dtype; None if unknown. num_expert_bytes: those of them that are experts' of
     layers whose experts can be spread over ranks.
-    kv_bytes_per_token: over all layers; None if unknown. has_weights: False if there is config.json alone.
+    cache: of all layers with KV, in blocks of the default size; None if unknown. has_weights: False if there is config.json
+    alone.
     """
 
     architecture: str
@@ -67,12 +71,17 @@ class Served:
     kv_dtype: str | None
     quantisation: str | None
     num_weight_bytes: int | None
-    kv_bytes_per_token: int | None
+    cache: CacheLayout | None
     max_model_len: int
     has_weights: bool
     num_expert_bytes: int = 0
     is_text_of_more: bool = False
     has_states: bool = False
+
+    @property
+    def kv_bytes_per_token(self) -> int | None:
+        """Bytes over all layers; None if unknown."""
+        return None if self.cache is None else self.cache.token_bytes
 
     def rank_weight_bytes(self, num_ranks: int, data_parallel_size: int) -> int | None:
         """Return about how many bytes of weights each process of a worker, or of a data-parallel group, has."""
@@ -191,6 +200,8 @@ def _examine_own(
         config = architecture.read_config(raw)
         name = _named_dtype(dtype, raw)
         head = Head.TIED if config.tie_word_embeddings else Head.OWN
+    length = model_length(max_model_len, *config.rope.lengths(config.max_position_embeddings))
+    shape = (config.num_layers, len(KEY_VALUE), config.num_kv_heads, config.head_dim)
     counts = {each: prod(shape) for each, shape in architecture.shapes(config, head).items()}
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     num_of_experts = sum(number for each, number in counts.items() if _EXPERTS in each)
@@ -203,8 +214,8 @@ def _examine_own(
         quantisation=describe_weights(scheme, name, is_own=True),
         num_weight_bytes=_bytes(sum(counts.values()), name),
         num_expert_bytes=_bytes(num_of_experts, name) or 0,
-        kv_bytes_per_token=_bytes(2 * config.num_layers * config.num_kv_heads * config.head_dim, kv_dtype),
-        max_model_len=model_length(max_model_len, *config.rope.lengths(config.max_position_embeddings)),
+        cache=_cache(shape, kv_dtype, config.sliding_windows, length),
+        max_model_len=length,
         has_weights=checkpoint is not None,
     )
 
@@ -228,6 +239,7 @@ def _examine_transformers(
         weights, name = open_weights(checkpoint, scheme, part, dtype)
     shape = facts["kv_shape"]
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
+    length = model_length(max_model_len, facts["num_positions"], facts["max_positions"])
     num_numbers = None
     if weights is not None:
         names = {each for each in weights.names() if not weights.is_spare(each)}
@@ -242,8 +254,8 @@ def _examine_transformers(
         kv_dtype=kv_dtype,
         quantisation=describe_weights(scheme, name, is_own=False),
         num_weight_bytes=_bytes(num_numbers, name),
-        kv_bytes_per_token=_bytes(prod(shape) if shape else None, kv_dtype),
-        max_model_len=model_length(max_model_len, facts["num_positions"], facts["max_positions"]),
+        cache=_cache(shape, kv_dtype, facts["windows"], length),
+        max_model_len=length,
         has_weights=checkpoint is not None,
         is_text_of_more=facts["is_composite"],
         has_states=facts["has_states"],
@@ -276,6 +288,24 @@ def _named_dtype(setting: str, raw: RawConfig) -> str | None:
         return setting
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
     return name if name in DTYPE_NAMES else None
+
+
+def _cache(
+    shape: Sequence[int] | None, dtype: str | None, windows: Sequence[int | None], max_model_len: int
+) -> CacheLayout | None:
+    """Return the groups of layers. shape: layers, parts, KV heads and head_dim."""
+    if shape is None or dtype is None:
+        return None
+    num_layers, num_parts, num_kv_heads, head_dim = shape
+    layout = KVLayout(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=KVCacheOptions.model_fields["block_size"].default,
+        dtype=dtype,
+        parts=LATENT if num_parts == len(LATENT) else KEY_VALUE,
+    )
+    return CacheLayout.of(layout, windows, max_model_len=max_model_len)
 
 
 def _bytes(num_numbers: int | None, dtype: str | None) -> int | None:

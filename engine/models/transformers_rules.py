@@ -96,7 +96,8 @@ class TransformersFacts:
     """A configuration of transformers that can be served. num_positions: the longest context in tokens without a setting.
 
     class_name: of transformers. max_positions: the longest one that a setting may ask for. is_tried: models of its type
-    are known to load. kv_shape: layers, parts (``KVLayout``), KV heads and head_dim; None if unknown.
+    are known to load. kv_shape: layers, parts (``KVLayout``), KV heads and head_dim; None if unknown. windows: of each
+    layer, the number of tokens that a token sees, None for all; empty without ``kv_shape``.
     """
 
     config: Any
@@ -105,6 +106,7 @@ class TransformersFacts:
     max_positions: int
     is_tried: bool
     kv_shape: tuple[int, int, int, int] | None
+    windows: tuple[int | None, ...] = ()
 
     @property
     def text(self) -> Any:
@@ -162,7 +164,8 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         kv_shape = (0, 1, 1, 1) if num_layers == 0 else None
         if len(shapes) == 1 and num_layers:
             kv_shape = (num_layers, *shapes.pop())
-        return TransformersFacts(config, class_name, *lengths, config.model_type in TRIED, kv_shape)
+        windows = _windows(text, kv_shape[0]) if kv_shape else ()
+        return TransformersFacts(config, class_name, *lengths, config.model_type in TRIED, kv_shape, windows)
 
 
 def _class_names(architecture: str) -> Mapping[str, str]:
@@ -291,6 +294,20 @@ def _unknown(architecture: str | None) -> SettingError:
 
 def _installed() -> str:
     return f"transformers {version('transformers')}, which is installed,"
+
+
+def _windows(config: Any, num_layers: int) -> tuple[int | None, ...]:
+    """Return how many tokens each layer sees, None for all; a chunk is no longer than a window of its size."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types = getattr(config, "layer_types", None)
+    if not types:
+        return (window,) * num_layers
+    of_type = {
+        "sliding_attention": window,
+        "hybrid_sliding": window,
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    return tuple(of_type.get(each) for each in types if each in _ATTENDING)
 
 
 def _shapes(config: Any) -> set[tuple[int, int, int]]:

@@ -100,6 +100,25 @@ def test_the_bytes_of_a_token_are_those_of_the_kvs_dtype(
     )
 
 
+def test_the_memory_of_each_group_of_layers_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layer of 2 KV heads of 16 numbers in float32; the second one keeps 2 blocks of 16 tokens for a window of 6."""
+    folder = make_foreign_checkpoint(tmp_path, "gemma3")
+    of_layer = 2 * 2 * 16 * 4
+    found = json.loads(checked(capsys, "--json", str(folder))[1])
+    assert found["KV bytes per token"] == 2 * of_layer
+    assert found["KV of layers"] == {
+        "full": {"layers": 1, "bytes a token": of_layer},
+        "window of 6 tokens": {"layers": 1, "bytes a token": of_layer},
+    }
+    held = {"bytes": (256 + 2 * 16) * of_layer, "bytes where all tokens are kept": 2 * 256 * of_layer}
+    assert found["KV of a request"] == {"256 tokens": held}
+    text = checked(capsys, str(folder))[1]
+    assert "full: 1 layers, 256 bytes a token; window of 6 tokens: 1 layers, 256 bytes a token" in text
+    assert "256 tokens: 73,728 bytes, 131,072 bytes where all tokens are kept" in text
+
+
 def test_a_folder_without_weights_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = checked(capsys, str(write_model(tmp_path / "tiny")))
     assert code == 1

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from contract.cache_layout import CacheLayout
 from contract.errors import SettingError
 from engine.distributed.group import SingleRank
 from engine.models.config import Head
-from engine.models.loading import load
+from engine.models.loading import LoadedModel, load
 from engine.models.registry import ARCHITECTURES, find_architecture
 from engine.models.served import Served, examine
 from engine.models.transformers_rules import TRIED, why_unserved
@@ -68,6 +69,17 @@ SMALL = {
     "embedding_size": 64,
 }
 MAX_PARAMETERS = 60_000_000
+
+
+_FOREIGN = ("gpt_neox", "qwen3_moe", "glm4_moe_lite", "gemma3", "gpt_oss", "llama4", "phi3")
+
+
+def is_cached_as_loaded(served: Served, loaded: LoadedModel) -> bool:
+    """Return whether the groups of layers are those of the loaded model."""
+    assert served.cache is not None
+    layout = served.cache.groups[0].layout
+    windows = loaded.config.sliding_windows
+    return served.cache == CacheLayout.of(layout, windows, max_model_len=loaded.info.max_model_len)
 
 
 def outcome(make: Callable[[], Any]) -> str | None:
@@ -120,7 +132,7 @@ def test_the_listed_tensors_are_those_of_the_model(
     assert dict(architecture.shapes(config, head)) == built
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_neox", "qwen3_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", [*FAMILIES, *_FOREIGN])
 def test_what_is_served_has_the_sizes_that_are_loaded(tmp_path: Path, family: str) -> None:
     is_own = family in (*FAMILIES, "qwen3_moe")
     folder = (make_checkpoint if family in FAMILIES else make_foreign_checkpoint)(tmp_path, family)
@@ -131,6 +143,7 @@ def test_what_is_served_has_the_sizes_that_are_loaded(tmp_path: Path, family: st
     num_bytes = shape.num_layers * prod(shape.cache_shape(1, 1)) * 4
     assert (served.kv_bytes_per_token, served.max_model_len) == (num_bytes, loaded.info.max_model_len)
     assert served.dtype == loaded.info.dtype
+    assert is_cached_as_loaded(served, loaded)
 
 
 QUANTISED = [
@@ -217,7 +230,7 @@ def test_a_folder_without_weights_is_read_from_its_configuration(tmp_path: Path)
 
 @pytest.mark.parametrize("is_quantised", [False, True], ids=["plain", "quantised"])
 def test_nothing_imports_torch(tmp_path: Path, is_quantised: bool) -> None:
-    """Also where a bias must be read, to know that it is the zeros of a quantisation; numpy has no bfloat16."""
+    """Also where a bias must be compared with the zeros of a quantisation; numpy has no bfloat16."""
     folder = make_checkpoint(tmp_path / "plain", "qwen3", dtype=torch.bfloat16)
     if is_quantised:
         folder, _ = quantise(folder, tmp_path / "quantised", VARIANTS["GPTQ"])
