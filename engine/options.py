@@ -101,6 +101,9 @@ class KVCacheOptions(Options):
     """Bytes of a GPU's free memory that each worker leaves free for later: the driver's part of graphs, NCCL."""
     enable_prefix_caching: bool = True
     """Reuse the KV of finished requests for prompts with the same prefix."""
+    state_snapshots: int = Field(default=0, ge=0, le=65536)
+    """Number of states of recurrent layers that are kept for prompts with the same prefix, in the KV pool; 0: no prefix is
+    reused by a model with such layers. Other models ignore it."""
     host_kv_bytes: int = Field(default=0, ge=0)
     """Host memory of each worker for copies of full KV blocks, which a resumed request or a prompt with the same prefix
     loads instead of computing them again; its ranks have equal parts. 0: none."""

@@ -12,6 +12,7 @@ from engine.info import EngineInfo
 from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.blocks.state_slots import StateSlots
+from engine.scheduling.blocks.state_snapshots import StateSnapshots
 from engine.scheduling.interface import SchedulerInterface
 from engine.scheduling.live_requests import Limits
 from engine.scheduling.scheduler import Scheduler
@@ -47,7 +48,8 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
 
     executor = create_executor(settings)
     layout = executor.model_info.states
-    states = None if layout is None else StateNeeds(layout, settings.block_size)
+    num_snapshots = settings.state_snapshots if settings.enable_prefix_caching else 0
+    states = None if layout is None else StateNeeds(layout, settings.block_size, num_snapshots)
     has_tiers = settings.host_kv_bytes or settings.disk_kv_dir is not None
     if states is not None and has_tiers:
         executor.shutdown()
@@ -126,6 +128,16 @@ SchedulerFactory = Callable[
 """settings, facts, connector, grammars, further wait stages and clock of an engine → its scheduler."""
 
 
+def _slots(settings: EngineSettings, num_slots: int) -> StateSlots:
+    """Return the slots of an engine, the last of which are for snapshots."""
+    num_snapshots = settings.state_snapshots if settings.enable_prefix_caching else 0
+    num_requests = num_slots - num_snapshots
+    snapshots = (
+        StateSnapshots(num_requests + 1, num_snapshots, settings.block_size) if num_snapshots else None
+    )
+    return StateSlots(num_requests, snapshots)
+
+
 def create_scheduler(
     settings: EngineSettings,
     info: EngineInfo,
@@ -147,7 +159,7 @@ def create_scheduler(
             for number in info.group_blocks or (info.num_blocks,)
         ],
         settings.max_num_batched_tokens,
-        StateSlots(info.num_state_slots) if has_states else None,
+        _slots(settings, info.num_state_slots) if has_states else None,
     )
     limits = Limits.of(
         pools, info.max_model_len, info.vocab_size, info.model_fingerprint, settings.max_prompt_tokens

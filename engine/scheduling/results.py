@@ -146,8 +146,9 @@ class Results:
             if self._tiers is not None:
                 self._tiers.offer(entered, hashes)
             request.num_indexed_blocks = num_full
-        if self._pools.has_windows:
-            self._pools.free_behind(request.key, request.num_computed_tokens)
+        if self._pools.has_windows or self._pools.snapshots is not None:
+            lengths = request.num_computed_tokens, request.num_prompt_tokens
+            self._pools.note_computed(request.key, *lengths, request.block_hashes)
 
     def _apply_first_tokens(self, request: Request, sampled: list[FirstToken]) -> None:
         """Give each choice of a prompt its first token: they continue at another worker, or separate here."""
@@ -227,7 +228,7 @@ class Results:
             result = "pooled" if request.is_pooling else "sampled"
             what = f"nothing was {result} at the end of the known tokens"
         message = f"{what} after {request.num_tokens} tokens"
-        self._pools.forget_content(request.key)
+        self._pools.forget_content(request.key, request.block_hashes)
         if self._tiers is not None:
             self._tiers.forget(request.block_hashes)
         self._totals.num_corrupted += 1

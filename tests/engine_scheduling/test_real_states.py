@@ -85,6 +85,21 @@ def test_answers_are_those_of_transformers(model: Path) -> None:
     assert counters["cached_tokens_total"] == 0
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "jamba", "mamba2"])
+def test_the_next_turn_of_a_chat_continues_from_a_snapshot(tmp_path: Path, family: str) -> None:
+    """It computes its new tokens, and 64 at most of those before."""
+    folder = write_checkpoint(tmp_path, make_tiny(family), 3)
+    settings = {**CRAMPED, "max_model_len": 256, "max_num_batched_tokens": 50, "block_size": 16}
+    engine = without_drafts(folder, kv_cache_bytes=4 * MIB, state_snapshots=4, **settings)
+    first = [(7 * place + 3) % 250 for place in range(130)]
+    answer = engine.answers(requests([first]))["0", 0]["token_ids"]
+    second = [*first, *answer, 5, 6, 7]
+    check_answers(engine, folder, [second])
+    num_cached = engine.core.call("counters", [])["cached_tokens_total"]
+    assert num_cached == 128
+    assert len(second) - num_cached <= 64 + len(answer) + 3
+
+
 def test_a_model_of_recurrent_layers_alone_is_served(tmp_path: Path) -> None:
     """Its blocks have no bytes, and count the tokens of texts; slots decide how many requests run."""
     folder = write_checkpoint(tmp_path, make_tiny("mamba2"), 3)
@@ -112,6 +127,19 @@ def test_kv_tiers_are_refused(model: Path) -> None:
     settings = EngineSettings(model=model, kv_cache_bytes=MIB, host_kv_bytes=1 << 16, **CRAMPED)
     with pytest.raises(SettingError, match="host_kv_bytes is set, and KV tiers do not store the states"):
         EngineCore(settings)
+
+
+def test_snapshots_have_slots_of_their_own(model: Path) -> None:
+    engine = without_drafts(model, kv_cache_bytes=4 * MIB, state_snapshots=3, **CRAMPED)
+    assert engine.core.info.num_state_slots == CRAMPED["max_num_seqs"] + 3
+    snapshots = engine.scheduler.pools.snapshots
+    assert snapshots is not None
+    assert sorted(snapshots.slots()) == [5, 6, 7]
+    alone = without_drafts(
+        model, kv_cache_bytes=4 * MIB, state_snapshots=3, enable_prefix_caching=False, **CRAMPED
+    )
+    assert alone.core.info.num_state_slots == CRAMPED["max_num_seqs"]
+    check_answers(alone, model)
 
 
 def test_too_little_memory_names_all_numbers(model: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from contract.block_hash import BlockHash
 from contract.cache_layout import CacheLayout
 from contract.errors import UnavailableError
 from contract.layout import KVLayout
@@ -18,10 +19,11 @@ from engine.kv_cache.startup import KVCacheConfig
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.blocks.state_slots import StateSlots
+from engine.scheduling.blocks.state_snapshots import StateSnapshots
 from engine.scheduling.requests.request import Request
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 from tests.engine_scheduling.test_state_machine import SchedulerMachine
-from tests.fakes.engine.fakes import fake_answer
+from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
 from tests.soak_settings import machine_settings, soaked
 from worker.flipping import Flip
 
@@ -183,3 +185,124 @@ async def test_a_worker_with_states_keeps_its_role() -> None:
     flip = Flip(nothing, nothing, lambda: nothing, engine.core.info.why_alone)
     with pytest.raises(UnavailableError, match="takes no other role: the states of the model's recurrent"):
         flip.begin(RoleOrder(role="prefill", epoch=1))
+
+
+def snapshots_of(num_slots: int = 2, block_size: int = SIZE) -> StateSnapshots:
+    return StateSnapshots(10, num_slots, block_size)
+
+
+@pytest.mark.parametrize(("block_size", "unit"), [(4, 64), (16, 64), (48, 96), (128, 128)])
+def test_snapshots_are_due_where_blocks_end(block_size: int, unit: int) -> None:
+    """At the last multiple of 64 tokens before a prompt's end, behind each 2,048 tokens, and all along an answer."""
+    snapshots = snapshots_of(block_size=block_size)
+    assert snapshots.unit == unit
+    num_prompt = 5 * unit + 1
+    due = [end for end in range(8 * unit) if snapshots.is_due(end, num_prompt)]
+    assert due == [5 * unit, 6 * unit, 7 * unit]
+    assert not snapshots.is_due(0, 1)
+    assert snapshots.is_due(2048 // unit * unit, 10**6)
+    # A prompt that ends at a multiple is computed from the one before: its last token needs a step.
+    assert snapshots.is_due(4 * unit, 5 * unit)
+
+
+def test_a_step_ends_where_a_snapshot_is_due() -> None:
+    snapshots = snapshots_of()
+    steps = []
+    start = 0
+    while start < 5000:
+        steps.append(snapshots.cut(start, min(1500, 5000 - start), 5000))
+        start += steps[-1]
+    assert steps == [1500, 548, 1500, 548, 896, 8]
+    assert snapshots.cut(0, 64, 64) == 64
+    assert snapshots.cut(0, 65, 65) == 64
+
+
+def test_the_snapshot_that_was_used_last_stays() -> None:
+    snapshots = snapshots_of()
+    a, b, c = (BlockHash(bytes([number]) * 16) for number in range(3))
+    first = snapshots.add("r", a, is_of_answer=False)
+    second = snapshots.add("r", b, is_of_answer=False)
+    assert {first, second} == {10, 11}
+    assert snapshots.add("s", a, is_of_answer=False) == 0
+    assert snapshots.add("s", c, is_of_answer=False) == second
+    assert (snapshots.find(a), snapshots.find(b), snapshots.find(c)) == (first, 0, second)
+    snapshots.forget([a, b])
+    assert snapshots.find(a) == 0
+    snapshots.clear()
+    assert sorted(snapshots.slots()) == [10, 11]
+
+
+def test_an_answer_has_one_snapshot() -> None:
+    """Long answers would else push those of prompts out."""
+    snapshots = snapshots_of(3)
+    a, b, c = (BlockHash(bytes([number]) * 16) for number in range(3))
+    snapshots.add("r", a, is_of_answer=False)
+    snapshots.add("r", b, is_of_answer=True)
+    snapshots.add("r", c, is_of_answer=True)
+    assert snapshots.find(a)
+    assert not snapshots.find(b)
+    snapshots.release("r")
+    snapshots.add("r", b, is_of_answer=True)
+    assert snapshots.find(c)
+
+
+class MachineOfSnapshots(MachineOfStates):
+    """Fewer snapshots than places of texts; each block ends at one."""
+
+    num_slots = 5
+    changes: ClassVar[dict[str, Any]] = {"state_snapshots": 3}
+
+    def __init__(self) -> None:
+        super().__init__()
+        snapshots = self.engine.scheduler.pools.snapshots
+        assert snapshots is not None
+        snapshots.unit = SIZE
+
+
+TestSnapshots = MachineOfSnapshots.TestCase
+TestSnapshots.settings = machine_settings(40, 40)
+TestSnapshots.runTest = soaked(TestSnapshots.runTest)  # type: ignore[method-assign]
+
+
+def test_the_next_turn_of_a_chat_continues_near_its_end() -> None:
+    engine = engine_of(256, 6, state_snapshots=2, max_num_batched_tokens=100, max_model_len=1000)
+    prompt = [index % 90 for index in range(300)]
+    engine.add(fake_request("a", prompt, max_tokens=180))
+    engine.step(170)
+    assert engine.num_started_early > 100
+    engine.run()
+    answer = engine.tokens(choice_key("a", 0, 0))
+    engine.add(fake_request("b", [*prompt, *answer, 1, 2, 3], max_tokens=3))
+    engine.run()
+    num_cached = engine.scheduler.totals.num_cached_tokens
+    assert len(prompt) + len(answer) - 64 <= num_cached == 448
+    assert engine.tokens(choice_key("b", 0, 0)) == fake_answer([*prompt, *answer, 1, 2, 3], 3)
+
+
+@pytest.mark.parametrize("policy", ["chunked-prefill", "prefill-first"])
+def test_the_same_prompt_continues_at_its_last_snapshot(policy: str) -> None:
+    """Prompts of prefill-first are not cut, so that they have none."""
+    engine = engine_of(256, 6, state_snapshots=2, max_num_batched_tokens=400, scheduling_policy=policy)
+    for name in "abc":
+        engine.add(fake_request(name, [7] * 200, max_tokens=2))
+        engine.run()
+        assert engine.tokens(choice_key(name, 0, 0)) == fake_answer([7] * 200, 2)
+    assert engine.scheduler.totals.num_cached_tokens == (2 * 192 if policy == "chunked-prefill" else 0)
+
+
+def test_corrupt_states_are_forgotten() -> None:
+    engine = engine_of(256, 6, state_snapshots=2, max_num_batched_tokens=400)
+    for name in "ab":
+        engine.add(fake_request(name, [*[7] * 100, NAN_TOKEN], max_tokens=2))
+        engine.run()
+    assert engine.scheduler.totals.num_cached_tokens == 0
+    assert engine.scheduler.pools.snapshots is not None
+    assert engine.scheduler.pools.snapshots.num_kept == 0
+    engine.add(fake_request("c", [7] * 100, max_tokens=2))
+    engine.run()
+    assert engine.scheduler.pools.snapshots.num_kept == 1
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.pools.snapshots.num_kept == 0
+    engine.add(fake_request("d", [7] * 100, max_tokens=2))
+    engine.run()
+    assert engine.scheduler.totals.num_cached_tokens == 0

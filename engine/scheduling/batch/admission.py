@@ -141,6 +141,8 @@ class Admission:
         num_tokens = min(request.num_tokens - num_cached, plan.budget)
         if stage is Stage.PREFILL and plan.entries and num_tokens < request.num_tokens - num_cached:
             return None
+        if self._pools.snapshots is not None and stage is not Stage.PREFILL:
+            num_tokens = self._pools.snapshots.cut(num_cached, num_tokens, request.num_prompt_tokens)
         num_chunk_blocks = blocks_needed(num_cached + num_tokens, size) - num_cached_blocks
         num_new = num_missing_blocks if request.is_sending else num_chunk_blocks
         is_resumed = request.status is RequestStatus.PREEMPTED

@@ -64,10 +64,14 @@ class NextStep:
         requests = list(self._queues.running.requests)
         if not requests or len(requests) > self._budget:
             return
+        snapshots = self._pools.snapshots
         known: set[int] | None = set()
         for request in requests:
             # Each must sample a token: what one does next that is in the middle of its prompt depends on that step's budget.
             if request.num_missing_tokens != scheduled.num_scheduled_tokens.get(request.key):
+                return
+            # A state is saved when this step has ended, and before the next one starts.
+            if snapshots and snapshots.is_due(request.num_tokens, request.num_prompt_tokens):
                 return
             if known is not None and (own := stop_tokens(request, self._max_length)) is not None:
                 known |= own
@@ -185,6 +189,7 @@ class Batcher:
             self.drafting = Drafting(queues, pools, self.fair_steps, options, max_length, totals)
         self.preemption = Preemption(queues, pools, loads.tiers if loads else None)
         self._queues = queues
+        self._pools = pools
         self._stage: Stage | None = None
 
     def plan(self, unserved: Request | None = None) -> StepPlan:
@@ -227,6 +232,9 @@ class Batcher:
             num_tokens = min(request.num_missing_tokens, plan.budget)
             if num_tokens == 0:
                 break
+            if self._pools.snapshots is not None and stage is not Stage.PREFILL:
+                computed = request.num_computed_tokens
+                num_tokens = self._pools.snapshots.cut(computed, num_tokens, request.num_prompt_tokens)
             new_blocks = self.preemption.allocate(request, num_tokens, plan)
             if new_blocks is not None:
                 plan.add(ScheduledRequest(request, num_tokens, new_blocks))

@@ -11,21 +11,26 @@ from collections.abc import Sequence
 
 from contract.block_hash import BlockHash
 from contract.cache_layout import CacheGroup
+from contract.state_layout import NO_SLOT
 from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool
 from engine.scheduling.blocks.state_slots import StateSlots
+from engine.scheduling.blocks.state_snapshots import StateSnapshots
 
 Blocks = tuple[list[int], ...]
 """A part of a request's table in each group, of equal lengths. In an engine with states its slot follows, if it is new."""
 
 
-def prefix_match(groups: Sequence[CacheGroup], found: Sequence[Sequence[int]]) -> int:
+def prefix_match(
+    groups: Sequence[CacheGroup], found: Sequence[Sequence[int]], snapshots: Sequence[int] | None = None
+) -> int:
     """Return the number of blocks of the longest prefix that can be reused.
 
     found: of each group, the cached block of each place; the null block where there is none. A group needs those blocks
-    that the first token behind the prefix sees, or a later one: all, or with a window only the last ones.
+    that the first token behind the prefix sees, or a later one: all, or with a window only the last ones. snapshots: the
+    slot of a state behind the block of each place, without which no prefix ends there; None: the model has no states.
     """
     num_places = len(found[0])
-    is_usable = [True] * (num_places + 1)
+    is_usable = [True, *(slot != NO_SLOT for slot in snapshots or [True] * num_places)]
     for group, blocks in zip(groups, found, strict=True):
         size = group.layout.block_size
         num_found = 0  # cached blocks in a row, up to this place
@@ -70,6 +75,11 @@ class CachePools:
             return max_model_len  # not more than its window and a chunk are kept
         return min(max_model_len, self.first.num_usable_blocks * self.block_size)
 
+    @property
+    def snapshots(self) -> StateSnapshots | None:
+        """The snapshots of states; None without any."""
+        return None if self.states is None else self.states.snapshots
+
     def empty(self) -> Blocks:
         """Return no blocks of each group, to which some may be added."""
         return tuple([[] for _ in range(self.num_tables)])
@@ -83,18 +93,32 @@ class CachePools:
     def find_cached(self, hashes: Sequence[BlockHash]) -> Blocks:
         """Return the blocks of the longest prefix that all groups can serve. They are valid until a pool changes.
 
-        With states there is none: those of the prefix are gone.
+        With states a snapshot of them must be there, too; its slot is the last list.
         """
         if self.states is not None:
-            return self.empty()
+            return self._find_with_states(hashes)
         if not self._windows:  # then this is the only group
             return (self.first.find_cached(hashes),)
         found = [pool.find_each_cached(hashes) for pool in self.pools]
-        num_blocks = prefix_match(self.groups, found)
-        blocks = []
+        return self._prefixes(found, prefix_match(self.groups, found))
+
+    def _find_with_states(self, hashes: Sequence[BlockHash]) -> Blocks:
+        if (snapshots := self.snapshots) is None:
+            return self.empty()
+        found = [pool.find_each_cached(hashes) for pool in self.pools]
+        slots = list(map(snapshots.find, hashes))
+        num_blocks = prefix_match(self.groups, found, slots)
+        if not num_blocks:
+            return self.empty()
+        snapshots.use(hashes[num_blocks - 1])
+        return (*self._prefixes(found, num_blocks), [slots[num_blocks - 1]])
+
+    def _prefixes(self, found: Sequence[Sequence[int]], num_blocks: int) -> Blocks:
+        """Return the blocks of a prefix in each group, without those that a window has passed."""
+        blocks: list[list[int]] = []
         for group, own in zip(self.groups, found, strict=True):
             num_passed = group.num_passed_blocks(num_blocks * self.block_size)
-            blocks.append([NULL_BLOCK] * num_passed + own[num_passed:num_blocks])
+            blocks.append([NULL_BLOCK] * num_passed + list(own[num_passed:num_blocks]))
         return tuple(blocks)
 
     def can_allocate(self, num_new: int, cached: Blocks | None = None) -> bool:
@@ -128,7 +152,17 @@ class CachePools:
         new = [pool.allocate(holder, num_new, own) for pool, own in zip(self.pools, tables, strict=False)]
         if self.states is not None:
             new.append(self.states.allocate(holder))
+            if cached and cached[-1]:  # the snapshot behind the cached blocks
+                self.states.restore(holder, cached[-1][0])
         return tuple(new)
+
+    def note_computed(
+        self, holder: str, num_tokens: int, num_prompt_tokens: int, hashes: list[BlockHash]
+    ) -> None:
+        """Free what no later token sees, and save the state if that is due. hashes: of the holder's full blocks."""
+        self.free_behind(holder, num_tokens)
+        if self.states is not None:
+            self.states.save(holder, num_tokens, num_prompt_tokens, hashes)
 
     def free_behind(self, holder: str, num_tokens: int) -> None:
         """Free the blocks that no token from position ``num_tokens`` on sees: all before are computed, and stay."""
@@ -152,10 +186,12 @@ class CachePools:
         entered = [pool.enter(holder, start, hashes) for pool in self.pools]
         return entered[0]
 
-    def forget_content(self, holder: str) -> None:
-        """Let the content of the holder's blocks, which is corrupt, not be found any more."""
+    def forget_content(self, holder: str, hashes: Sequence[BlockHash] = ()) -> None:
+        """Let the content of the holder's blocks, which is corrupt, not be found any more. hashes: of these."""
         for pool in self.pools:
             pool.forget_content(holder)
+        if self.snapshots is not None:
+            self.snapshots.forget(hashes)
 
     def free(self, holder: str) -> None:
         """Drop all references of the holder."""
@@ -170,6 +206,8 @@ class CachePools:
             return False
         for pool in self.pools:
             pool.reset_prefix_cache()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         return True
 
     def count_by_state(self) -> dict[str, int]:

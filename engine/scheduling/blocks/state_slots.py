@@ -1,16 +1,20 @@
 """The slots for the states of recurrent layers (``contract.state_layout``): a request has one, as long as it has blocks."""
 
+from contract.block_hash import BlockHash
 from contract.state_layout import NO_SLOT
+from engine.scheduling.blocks.state_snapshots import StateSnapshots
 
 
 class StateSlots:
     """The one owner of slots: each is free, or held by one request, which no other shares.
 
     copies: (from, to) of slots to be copied, one after the other, before anything else is computed; not ordered yet.
+    snapshots: in further slots; None without any.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, snapshots: StateSnapshots | None = None) -> None:
         self.num_slots = num_slots
+        self.snapshots = snapshots
         self.copies: list[tuple[int, int]] = []
         self._free = list(range(num_slots, NO_SLOT, -1))
         self._slot_of: dict[str, int] = {}
@@ -36,8 +40,24 @@ class StateSlots:
         """Copy the state of a holder for another one, which has a slot."""
         self.copies.append((self._slot_of[holder], self._slot_of[new_holder]))
 
+    def save(self, holder: str, num_tokens: int, num_prompt_tokens: int, hashes: list[BlockHash]) -> None:
+        """Copy the state of a holder behind its computed tokens, if a snapshot is due there. hashes: of its full blocks."""
+        snapshots = self.snapshots
+        if snapshots is None or not snapshots.is_due(num_tokens, num_prompt_tokens):
+            return
+        block_hash = hashes[num_tokens // snapshots.block_size - 1]
+        slot = snapshots.add(holder, block_hash, is_of_answer=num_tokens >= num_prompt_tokens)
+        if slot != NO_SLOT:
+            self.copies.append((self._slot_of[holder], slot))
+
+    def restore(self, holder: str, snapshot: int) -> None:
+        """Copy a snapshot for a holder, which has a slot."""
+        self.copies.append((snapshot, self._slot_of[holder]))
+
     def free(self, holder: str) -> None:
         """Free the slot of a holder, if it has one. Its content is never read again."""
+        if self.snapshots is not None:
+            self.snapshots.release(holder)
         slot = self._slot_of.pop(holder, NO_SLOT)
         if slot != NO_SLOT:
             self._free.append(slot)
@@ -59,3 +79,6 @@ class StateSlots:
     def check_integrity(self) -> None:
         """Raise AssertionError unless each slot is in one state."""
         assert sorted([*self._free, *self._slot_of.values()]) == list(range(1, self.num_slots + 1))
+        if self.snapshots is not None:
+            last = self.num_slots + self.snapshots.num_slots
+            assert sorted(self.snapshots.slots()) == list(range(self.num_slots + 1, last + 1))
