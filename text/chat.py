@@ -171,9 +171,10 @@ def _text_part(part: Any, where: str, *, is_read: bool) -> dict[str, Any]:
         is_unserved = isinstance(kind, str) and name is None
         if is_unserved and is_read:
             return {"type": "text", "text": readable(part)}
-        raise (UnsupportedFieldError if is_unserved else InvalidRequestError)(
-            f"{where} is of type {str(kind)[:40]!r}; this version supports parts of type 'text' with a string",
-            param=where,
+        if is_unserved:
+            raise not_text(where, kind, "text")
+        raise InvalidRequestError(
+            f"{where} is of type {str(kind)[:40]!r}; it must be of type 'text' with a string", param=where
         )
     return dict(part) if kind == "text" else {"type": "text", "text": text}
 
@@ -204,6 +205,14 @@ def _cleaned(message: Message) -> Message | None:
     if not parts:
         return None
     return {**message, "content": parts[0]["text"] if len(parts) == 1 < len(content) else parts}
+
+
+def not_text(where: str, kind: object, *served: str) -> UnsupportedFieldError:
+    """Return the error for an image, a sound or another part that the model is not given. served: types of text."""
+    return UnsupportedFieldError(
+        f"{where} is of type {str(kind)[:40]!r}; the model is given text only (type {', '.join(served)})",
+        param=where,
+    )
 
 
 def placeholder(kind: object) -> str:

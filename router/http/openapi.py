@@ -138,6 +138,10 @@ ANSWERS: Json = {
         owned_by=_STRING,
         max_model_len=_COUNT,
         embeds_only={"type": "boolean"},
+        architecture=_object(
+            input_modalities={"type": "array", "items": {"const": "text"}},
+            output_modalities={"type": "array", "items": {"enum": ["text", "embeddings"]}},
+        ),
     ),
     "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": ref("Model")}),
     "Tokens": _object(

@@ -141,6 +141,11 @@ class StatusEndpoints:
             "owned_by": "kvbaton",
             "max_model_len": registry.max_model_len(models.card().max_model_len),
             "embeds_only": registry.embeds_only,
+            # In the words of OpenRouter's list. A model that sees is served as a model of text, too.
+            "architecture": {
+                "input_modalities": ["text"],
+                "output_modalities": ["embeddings" if registry.embeds_only else "text"],
+            },
         }
 
 

@@ -258,6 +258,7 @@ async def test_a_model_without_a_head_embeds_and_answers_nothing() -> None:
             await cluster.service.wait_ready()
         (model,) = (await cluster.get("/v1/models"))[1]["data"]
         assert (model["embeds_only"], (await cluster.get(f"/v1/models/{MODEL}"))[1]) == (True, model)
+        assert model["architecture"]["output_modalities"] == ["embeddings"]
         for path, body in ANSWERS:
             status, answer = await cluster.post(path, body)
             assert (status, answer["error"]["param"]) == (400, "model"), (path, answer)

@@ -229,6 +229,7 @@ async def test_the_model_is_learnt_from_the_first_worker_that_can_say_it() -> No
             (model,) = models["data"]
             assert (status, model["id"], model["max_model_len"]) == (200, "tiny", 128)
             assert model["created"] > 1_700_000_000
+            assert model["architecture"] == {"input_modalities": ["text"], "output_modalities": ["text"]}
             assert (await cluster.get("/v1/models/tiny"))[1] == model
             status, answer = await cluster.get("/v1/models/other/name")
             assert (status, answer["error"]["code"]) == (404, "model_not_found")

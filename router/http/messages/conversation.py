@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from contract.errors import InvalidRequestError, UnsupportedFieldError
+from contract.errors import InvalidRequestError
 from router.http.bodies.body import Body, Json
 from router.intake.limits import MAX_MESSAGES
-from text.chat import Message, document_text, drop_transport_lines, readable
+from text.chat import Message, document_text, drop_transport_lines, not_text, readable
 from text.tools import check_call_name
 
 ROLES = ("user", "assistant", "system")
@@ -172,20 +172,18 @@ def _result(block: Json, where: str) -> Message:
 
 def _text_message(role: str, blocks: list[_Block], also: str) -> Message:
     """Return a message of text only; several texts remain separate parts. also: another type that is allowed there."""
-    kinds = f"text, {also}" if also == "tool_result" else "text"
+    kinds = ("text", also) if also == "tool_result" else ("text",)
     texts = [_text(block, where, kinds) for block, where in blocks]
     content: Any = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
     return {"role": role, "content": content}
 
 
-def _text(block: Json, where: str, kinds: str) -> str:
+def _text(block: Json, where: str, kinds: tuple[str, ...]) -> str:
     """Return the text of a block that the client writes; only a document or search result that is text has one, too."""
     if block["type"] in ("document", "search_result") and (text := document_text(block)) is not None:
         return text
     if block["type"] != "text":
-        raise UnsupportedFieldError(
-            f"{where} is of type {block['type'][:40]!r}; this version supports {kinds} here", param=where
-        )
+        raise not_text(where, block["type"], *kinds)
     return _string(block, "text", where)
 
 

@@ -8,12 +8,12 @@ another item for it. Items of an unknown type follow the same pattern.
 import json
 from typing import Any
 
-from contract.errors import InvalidRequestError, UnsupportedFieldError
+from contract.errors import InvalidRequestError
 from router.http.bodies.body import Body, Json
 from router.http.fields.chat import template_kwargs
 from router.http.fields.offered_tools import OfferedTools, namespaced
 from router.intake.limits import MAX_MESSAGES
-from text.chat import Chat, Message, drop_transport_lines, outline, placeholder, readable
+from text.chat import Chat, Message, drop_transport_lines, not_text, outline, placeholder, readable
 from text.tools import as_argument, check_call_name, parse_arguments
 
 _CALL = "_call"
@@ -180,10 +180,7 @@ def _joined(parts: list[Any], where: str, texts: dict[str, str], *, is_lenient: 
             found.append(readable(part))
             continue
         if not isinstance(kind, str) or kind not in texts:
-            raise UnsupportedFieldError(
-                f"{where}[{index}] is of type {str(kind)[:40]!r}; this version supports {', '.join(texts)}",
-                param=f"{where}[{index}]",
-            )
+            raise not_text(f"{where}[{index}]", kind, *texts)
         found.append(_string(part.get(texts[kind]), f"{where}[{index}].{texts[kind]}"))
     return "\n".join(found)
 
