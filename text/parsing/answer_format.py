@@ -19,6 +19,7 @@ from text.parsing.call_formats import (
     Llama3Parser,
     MistralParser,
     NemotronParser,
+    PhiParser,
 )
 from text.parsing.forced import ForcedCallsParser
 from text.parsing.harmony import HarmonyParser
@@ -65,6 +66,7 @@ ToolParserName = Literal[
     "minimax",
     "mistral",
     "nemotron",
+    "phi4",
     "pythonic",
     "qwen",
     "seed_oss",
@@ -87,6 +89,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "minimax": MinimaxParser,
     "mistral": MistralParser,
     "nemotron": NemotronParser,
+    "phi4": PhiParser,
     "pythonic": PythonicParser,
     "qwen": QwenParser,
     "seed_oss": SeedParser,
@@ -101,6 +104,8 @@ _SIGNS = (
     ("minimax", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
     ("gemma", ("<|tool_call>", "<tool_call|>")),
+    ("phi4", ("<|tool|>", "<|/tool|>")),
+    ("phi4", ("functools[",)),
     ("granite", ("<|tool_call|>",)),
     ("hy3", ("<tool_sep:opensource>",)),
     ("hy3preview", ("<tool_sep>", "<arg_key>")),

@@ -5,6 +5,7 @@ Ernie 4.5: the same, with the answer itself in ``<response>``.
 Granite 3: ``<|tool_call|>[{"name": …, "arguments": {…}}, …]``, with the answer itself in ``<response>`` if it has reasoning.
 Hunyuan A13B: ``<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>``, with the answer itself in ``<answer>``.
 Nemotron Nano 2: the same list in ``<TOOLCALL>``.
+Phi-4-mini: the same list in ``<|tool_call|>``, or behind ``functools``.
 Llama 3.1 to 3.3: ``{"name": …, "parameters": {…}}`` as the whole answer; several are separated by semicolons.
 Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, and since 2025 ``[TOOL_CALLS]name[ARGS]{…}`` for each.
 """
@@ -88,6 +89,13 @@ class NemotronParser(MarkedParser):
 
     tags = ("<TOOLCALL>", "</TOOLCALL>")
     markers = MappingProxyType({"<TOOLCALL>": "</TOOLCALL>"})
+
+
+class PhiParser(MarkedParser):
+    """Parses the calls of Phi-4-mini, which its template marks by tokens, and that of vLLM's examples by a word."""
+
+    tags = ("<|tool_call|>", "<|/tool_call|>")
+    markers = MappingProxyType({"<|tool_call|>": "<|/tool_call|>", "functools": ""})
 
 
 class ErnieParser(MarkedParser):

@@ -230,21 +230,27 @@ class SeedParser(TaggedParser):
     layout = _functions(tags)
 
 
+def _invocations(sections: tuple[tuple[str, str], ...], prefix: str = "", flag: str = "") -> Tags:
+    """Return the tags of calls that are invocations of functions. prefix: of the name of each tag."""
+    return Tags(
+        sections=sections,
+        call=f'<{prefix}invoke name="',
+        name_end='">',
+        call_end=f"</{prefix}invoke>",
+        parameter=f'<{prefix}parameter name="',
+        flag=flag,
+        key_end='">',
+        value_end=f"</{prefix}parameter>",
+        name=_IN_QUOTES,
+        key=_IN_QUOTES,
+    )
+
+
 class MinimaxParser(TaggedParser):
     """Parses the calls of MiniMax."""
 
     tags = ("<minimax:tool_call>", "</minimax:tool_call>")
-    layout = Tags(
-        sections=(("<minimax:tool_call>", "</minimax:tool_call>"),),
-        call='<invoke name="',
-        name_end='">',
-        call_end="</invoke>",
-        parameter='<parameter name="',
-        key_end='">',
-        value_end="</parameter>",
-        name=_IN_QUOTES,
-        key=_IN_QUOTES,
-    )
+    layout = _invocations((tags,))
 
 
 class GlmParser(TaggedParser):
@@ -295,19 +301,10 @@ class DsmlParser(TaggedParser):
     """Parses the calls of DeepSeek V3.2 and V4."""
 
     tags = ("｜DSML｜",)
-    layout = Tags(
-        sections=tuple(
-            (f"<｜DSML｜{name}>", f"</｜DSML｜{name}>") for name in ("function_calls", "tool_calls")
-        ),
-        call='<｜DSML｜invoke name="',
-        name_end='">',
-        call_end="</｜DSML｜invoke>",
-        parameter='<｜DSML｜parameter name="',
+    layout = _invocations(
+        tuple((f"<｜DSML｜{name}>", f"</｜DSML｜{name}>") for name in ("function_calls", "tool_calls")),
+        prefix="｜DSML｜",
         flag='" string="',
-        key_end='">',
-        value_end="</｜DSML｜parameter>",
-        name=_IN_QUOTES,
-        key=_IN_QUOTES,
     )
 
 

@@ -158,6 +158,10 @@ CALLS: dict[str, dict[str, Callable[[Sequence[Call]], str]]] = {
         )
     },
     "nemotron": {"": lambda calls: f"<TOOLCALL>{objects(calls)}</TOOLCALL>"},
+    "phi4": {
+        "": lambda calls: f"<|tool_call|>{objects(calls)}<|/tool_call|>",
+        "in vLLM's examples": lambda calls: f"functools{objects(calls)}",
+    },
     "pythonic": {
         "LFM2": pythonic("<|tool_call_start|>[{}]<|tool_call_end|>", ", "),
         "LFM2 in JSON": lambda calls: f"<|tool_call_start|>{objects(calls)}<|tool_call_end|>",

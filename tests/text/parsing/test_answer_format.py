@@ -15,6 +15,7 @@ from text.parsing.call_formats import (
     Llama3Parser,
     MistralParser,
     NemotronParser,
+    PhiParser,
 )
 from text.parsing.harmony import HarmonyParser
 from text.parsing.pythonic import GemmaParser, PythonicParser
@@ -82,6 +83,8 @@ QWEN = (
             ("<think:opensource>", "</think:opensource>"),
         ),
         ("<TOOLCALL>[{{ calls }}]</TOOLCALL>", NemotronParser, None),
+        ("message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>'", PhiParser, None),
+        ('a JSON list formatted as functools[{"name": [function name]}, ...]', PhiParser, None),
         ("{%- set ns_token = ']<]minimax[>[' %}<tool_call>{{ arguments }}<response>", None, None),
         ('<tool_calls>[{"name": "func_name1", "arguments": {}},...]</tool_calls>', HunyuanParser, None),
         ('"<|tool_call_start|>[" + calls + "]<|tool_call_end|>"', PythonicParser, None),

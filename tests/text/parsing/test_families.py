@@ -133,3 +133,8 @@ def test_values_survive_any_cuts(
     assert values(found) == calls
     assert "".join(found.content.split()) == "a世b"
     assert parse(new_parser(name), *text) == found
+
+
+def test_a_word_that_marks_calls_may_stand_in_a_text() -> None:
+    text = "Use functools.partial, or functools [1], or\n```python\nimport functools\n```"
+    assert parse(new_parser("phi4"), *text) == Parsed(text)
