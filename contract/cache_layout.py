@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from contract.decoding import Positive
-from contract.layout import KVLayout
+from contract.decoding import Count, Positive
+from contract.layout import KVLayout, Side
 from contract.state_layout import StateLayout
 
 
@@ -23,7 +23,7 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token sees, itself included, so that older blocks are not kept; None: all, and all are kept.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[Count, ...]
     layout: KVLayout
     window: Positive | None = None
 
@@ -41,6 +41,10 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def token_bytes(self) -> int:
         """Bytes of one token in these layers."""
         return self.layout.block_bytes // self.layout.block_size
+
+    def seen_blocks(self, num_tokens: int) -> range:
+        """Return the places of the blocks of the first ``num_tokens`` that the token behind them sees."""
+        return range(self.num_passed_blocks(num_tokens), -(-num_tokens // self.layout.block_size))
 
     def num_passed_blocks(self, num_tokens: int) -> int:
         """Return how many of the first blocks are not seen by the token at position ``num_tokens``, or any behind it."""
@@ -119,3 +123,62 @@ class CacheLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.is_uniform and self.states is None:
             return self.groups[0].layout.fingerprint()
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
+
+class GroupedSide(Side, frozen=True):
+    """The KV of a worker of which not each layer keeps all tokens. layout: of the first group, and the first rank.
+
+    Raises ValueError for groups that the ranks do not hold.
+    """
+
+    layers: tuple[CacheGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check each group."""
+        super().__post_init__()
+        _ = self.groups
+
+    @classmethod
+    def of(cls, groups: Sequence[CacheGroup], num_ranks: int, num_kv_heads: int) -> Side:
+        """Return the side of a worker with these groups; a plain one if each layer keeps all tokens."""
+        cache = CacheLayout(tuple(groups))
+        layout = cache.groups[0].layout
+        if cache.is_uniform:
+            return Side(layout, num_ranks, num_kv_heads)
+        return cls(layout, num_ranks, num_kv_heads, cache.groups)
+
+    @property
+    def groups(self) -> tuple[Side, ...]:
+        """See Side."""
+        return tuple(Side(group.layout, self.num_ranks, self.num_kv_heads) for group in self.layers)
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """See Side."""
+        return tuple(f"{_spans(group.layers)}: {group.name}" for group in self.layers)
+
+    def differences(self, other: Side) -> list[str]:
+        """See Side. Blocks of a group with a window begin where the window does, so equal sizes are needed."""
+        found = super().differences(other)
+        ours = self.layout.block_size
+        theirs = other.layout.block_size
+        if not found and ours != theirs:
+            found = [
+                f"block_size: ours is {ours}, the peer's is {theirs} (layers with windows need equal ones)"
+            ]
+        return found
+
+    def places_to_send(self, num_tokens: int) -> tuple[range, ...]:
+        """See Side: of a group with a window, the blocks that the token behind the prompt sees."""
+        return tuple(group.seen_blocks(num_tokens) for group in self.layers)
+
+
+def _spans(layers: Sequence[int]) -> str:
+    """Return the numbers of layers in words, neighbours as one span."""
+    spans: list[list[int]] = []
+    for layer in layers:
+        if spans and spans[-1][-1] == layer - 1:
+            spans[-1][1:] = [layer]
+        else:
+            spans.append([layer])
+    return "layers " + ", ".join("-".join(map(str, span)) for span in spans)

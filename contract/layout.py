@@ -123,13 +123,33 @@ class Side(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self.layout, num_kv_heads=self.num_kv_heads)
 
     def differences(self, other: "Side") -> list[str]:
-        """Return ``KVLayout.differences`` of the whole blocks; the numbers of ranks may differ."""
-        return self.whole.differences(other.whole)
+        """Return ``KVLayout.differences`` of the whole blocks of each group; the numbers of ranks may differ."""
+        if self.group_names != other.group_names:
+            return [f"cache groups: ours are {_listed(self)}, the peer's are {_listed(other)}"]
+        found = [
+            ours.whole.differences(theirs.whole)
+            for ours, theirs in zip(self.groups, other.groups, strict=True)
+        ]
+        return list(dict.fromkeys(difference for each in found for difference in each))
 
     @property
     def has_copies(self) -> bool:
         """True if some KV head is held by several ranks."""
         return self.num_kv_heads < self.layout.num_kv_heads * self.num_ranks
+
+    @property
+    def groups(self) -> "tuple[Side, ...]":
+        """This side for each group of layers (``contract.cache_layout``): itself if each layer keeps all tokens."""
+        return (self,)
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """The layers and the reach of each group; empty if each layer keeps all tokens."""
+        return ()
+
+    def places_to_send(self, num_tokens: int) -> tuple[range, ...]:
+        """Return the blocks of each group that are handed over of a prompt, by their places in it."""
+        return (range(self.num_blocks(num_tokens)),)
 
     def heads(self, rank: int) -> range:
         """Return the KV heads of this rank."""
@@ -138,6 +158,10 @@ class Side(msgspec.Struct, frozen=True):
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks of a prompt."""
         return -(-num_tokens // self.layout.block_size)
+
+
+def _listed(side: Side) -> str:
+    return "; ".join(side.group_names) or "all tokens in all layers"
 
 
 def resolve_kv_dtype(setting: str, dtype: str) -> str:

@@ -1,9 +1,17 @@
 """The receiving side of hand-overs: decode legs wait for KV that another worker computes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from engine.connector import NOT_NEEDED_KIND, Drained, Failed, Published, ReceiverConnector
-from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.blocks.cache_pools import CachePools
+from engine.scheduling.blocks.lent_blocks import (
+    allocate_each,
+    can_allocate_each,
+    plan_received,
+    quarantine,
+    release_quarantine,
+)
 from engine.scheduling.requests.finish import NOT_NEEDED, Finish, RequestStatus
 from engine.scheduling.requests.queues import PriorityQueue, comes_first
 from engine.scheduling.requests.request import Request
@@ -25,9 +33,9 @@ class KVReceiver:
     name = "remote KV"
     status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
-    def __init__(self, connector: ReceiverConnector, pool: BlockPool, timeout_seconds: float) -> None:
+    def __init__(self, connector: ReceiverConnector, pools: CachePools, timeout_seconds: float) -> None:
         self._connector = connector
-        self._pool = pool
+        self._pools = pools
         self.timeout_seconds = timeout_seconds
         self._waiting: dict[str, Request] = {}
         self.waiting: Collection[str] = self._waiting
@@ -64,8 +72,8 @@ class KVReceiver:
                     if kv_fingerprint is not None:
                         self._waiting[key].hash_from(kv_fingerprint)
                     self._published.add(self._waiting[key])
-                case Drained(key) if self._pool.is_quarantined(key):
-                    self._pool.release_quarantine(key)
+                case Drained(key):
+                    release_quarantine(self._pools, key)
                 case Failed(key) if key in self._waiting:
                     self._failures[key] = event
 
@@ -88,25 +96,28 @@ class KVReceiver:
             request.received = self._connector.pop_received(request.key)
         return failed + [Ready(request) for request in arrived]
 
-    def reserve(self, num_promised: int, other: Request | None) -> None:
+    def reserve(self, promised: Sequence[int], other: Request | None) -> None:
         """Give blocks to the requests in the queue, as long as unpromised ones are free; their reads start.
 
+        promised: how many blocks each of some requests elsewhere lacks, which started because these were free.
         other: the first request elsewhere that waits for blocks; those that come after it get none.
         """
         while (request := self._published.first) and comes_first(request, other):
-            size = self._pool.block_size
-            cached = self._pool.find_cached(request.block_hashes)
-            num_new = blocks_needed(request.num_prompt_tokens + 1, size) - len(cached)
-            if not self._pool.can_allocate(num_new + num_promised, cached):
-                return  # those behind it wait too, however small: they would pass it for ever
-            blocks = self._pool.allocate(request.key, num_new, cached)
-            request.num_cached_tokens = len(cached) * size
-            self._published.remove(request)
-            self._num_cached_blocks[request.key] = len(cached)
+            size = self._pools.block_size
+            cached = self._pools.find_cached(request.block_hashes)
+            num_cached = len(cached[0])
             # One token more than the prompt is reserved, so that the first step never waits for a block; it is not read.
+            heads, numbers = plan_received(self._pools, request.num_prompt_tokens, cached)
+            if not can_allocate_each(self._pools, numbers, heads, promised):
+                return  # those behind it wait too, however small: they would pass it for ever
+            tables = allocate_each(self._pools, request.key, numbers, heads)
+            request.num_cached_tokens = num_cached * size
+            self._published.remove(request)
+            self._num_cached_blocks[request.key] = num_cached
             num_prompt_blocks = blocks_needed(request.num_prompt_tokens, size)
-            self.num_needed_blocks += num_prompt_blocks - len(cached)
-            self._connector.receive_into(request.key, blocks[:num_prompt_blocks], len(cached))
+            self.num_needed_blocks += num_prompt_blocks - num_cached
+            first, *others = [table[:num_prompt_blocks] for table in tables]
+            self._connector.receive_into(request.key, first, num_cached, others)
 
     def give_up(self, request: Request) -> bool:
         """Stop waiting: free what is reserved, or quarantine it if a read into it cannot be stopped."""
@@ -115,9 +126,9 @@ class KVReceiver:
         self._forget(request)
         is_quiet = has_failed or self._connector.cancel_fetch(request.key)
         if is_quiet or num_shared is None:
-            self._pool.free(request.key)
+            self._pools.free(request.key)
         else:
-            self._pool.quarantine(request.key, num_shared)
+            quarantine(self._pools, request.key, num_shared)
         return True
 
     def overdue(self, request: Request, seconds: float) -> Finish:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from contract.cache_layout import GroupedSide
 from contract.layout import Side
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import ConnectorPair
 from engine.kv_tiers.storage import TierStorage
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.remote_kv import RemoteKV, TransferStages
 from engine.scheduling.tiers.kv_tiers import KVTiers
 from engine.scheduling.tiers.loads import TierLoads
@@ -82,12 +84,12 @@ class EngineConnector:
         self._expecting = pair.expecting if pair else None
         self.progress: Callable[[], dict[str, int]] = pair.progress if pair else dict
 
-    def remote_kv(self, pool: BlockPool, max_length: int, timeout_seconds: float) -> RemoteKV:
+    def remote_kv(self, pools: CachePools, max_length: int, timeout_seconds: float) -> RemoteKV:
         """Return what the scheduler has of the connector; see ``RemoteKV.over``."""
-        loads = self._open_loads(pool, timeout_seconds) if self._open_loads else None
+        loads = self._open_loads(pools.first, timeout_seconds) if self._open_loads else None
         if self.scheduler is None or self._stages is None:
             return RemoteKV(loads=loads)
-        return RemoteKV.over(self.scheduler, self._stages, pool, max_length, timeout_seconds, loads)
+        return RemoteKV.over(self.scheduler, self._stages, pools, max_length, timeout_seconds, loads)
 
     def expect(self, request: EngineRequest) -> None:
         """Ask for the KV of a request that will be added, if it needs any. From any thread."""
@@ -133,6 +135,9 @@ def connect(
     with ExitStack() as undo:
         model = executor.model_info
         side = Side(executor.layout, settings.tensor_parallel_size, model.num_kv_heads)
+        if (config := executor.kv_cache_config) is not None:
+            groups = config.cache.groups
+            side = GroupedSide.of(groups, settings.tensor_parallel_size, model.num_kv_heads)
         pair = transfers.connect(side, model.fingerprint, on_event)
         connector = EngineConnector(pair, transfers.stages, open_loads)
         undo.callback(connector.close)

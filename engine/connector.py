@@ -29,16 +29,17 @@ import pkgutil
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from contract.errors import SettingError
 from contract.layout import KVLayout
 from contract.outputs import TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, ReceiveTransfer
+
+if TYPE_CHECKING:
+    from engine.device_pool import DevicePool
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Drained:
     key: str
 
 
+Tables = Sequence[Sequence[int]]
+"""Blocks of several groups of layers (``contract.cache_layout``)."""
 TransferEvent = Published | Failed | Drained
 
 
@@ -98,13 +101,20 @@ class Received:
 class SenderConnector(Protocol):
     """The sender's role beside the scheduler: prompts whose KV is lent. ``key``: ``EngineRequest.key``."""
 
-    def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
-        """Lend ``block_ids`` (the whole prompt's). The first ``num_cached_tokens`` are computed already."""
+    def open_send(
+        self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int, windows: Tables = ()
+    ) -> None:
+        """Lend ``block_ids`` (the whole prompt's). The first ``num_cached_tokens`` are computed already.
 
-    def publish(self, key: str, num_computed_tokens: int) -> None:
+        block_ids: of the first group of layers if it keeps all tokens, else none. windows: see ``publish``; given here if
+        the whole prompt is computed.
+        """
+
+    def publish(self, key: str, num_computed_tokens: int, windows: Tables = ()) -> None:
         """Publish the prompt up to ``num_computed_tokens``, which the coming forward pass will have computed.
 
-        Only full blocks are published, and the partly filled last one when the whole prompt is computed.
+        Only full blocks are published, and the partly filled last one when the whole prompt is computed. windows: with the
+        last of it, for each group of layers with a window, the blocks that the next token sees (``CacheGroup.seen_blocks``).
         """
 
     def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
@@ -123,10 +133,13 @@ class ReceiverConnector(Protocol):
     def start_fetch(self, request: EngineRequest) -> None:
         """Ask the sender named in ``request.transfer`` for this request's KV."""
 
-    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(
+        self, key: str, block_ids: list[int], num_cached_blocks: int, other_groups: Tables = ()
+    ) -> None:
         """Pull the prompt's blocks into ``block_ids`` (one per block of the prompt, in order).
 
-        The first ``num_cached_blocks`` are held already by the receiver's prefix cache and are not moved.
+        The first ``num_cached_blocks`` are held already by the receiver's prefix cache and are not moved. other_groups: the
+        tables of the groups of layers after the first. Of one with a window, only the blocks that the next token sees move.
         """
 
     def cancel_fetch(self, key: str) -> bool:
@@ -208,8 +221,19 @@ class KVMemory(Protocol):
     num_blocks: int
 
     @property
+    def regions(self) -> "Sequence[KVMemory]":
+        """The pool of each group of layers, in one allocation; this one is the first."""
+
+    @property
+    def start(self) -> int:
+        """The byte of the file ``memfd`` at which block 0 begins."""
+
+    @property
     def memfd(self) -> int | None:
-        """Descriptor of the file that is the pool, block i at i · block_bytes; it may be sealed. None: it is not mapped."""
+        """Descriptor of the file with all regions; it may be sealed. None: the pool is not mapped.
+
+        Block i of this one is at start + i · block_bytes.
+        """
 
     @property
     def pool_view(self) -> memoryview | None:
@@ -226,64 +250,10 @@ class KVMemory(Protocol):
         """Return the memory for the bytes of one block of a pool in host memory."""
 
     def commit(self, block_ids: list[int]) -> None:
-        """Make what was written to these blocks visible to later steps (nothing to do on CPU)."""
+        """Make what was written before, to these blocks of any region, visible to later steps (nothing to do on CPU)."""
 
     def mark_computed(self) -> Computed:
         """Return what waits for everything that was launched before this call; wait for it before its blocks are read."""
-
-
-class HostParts(Protocol):
-    """A copy of blocks, or of a part of each, in host memory."""
-
-    def views(self) -> list[memoryview]:
-        """Wait until it is made, and return the bytes of each block."""
-
-
-class HostRow(Protocol):
-    """Host memory from which a block is copied to a device. view: its bytes."""
-
-    view: memoryview
-
-
-class DevicePool(KVMemory, Protocol):
-    """A pool, a tensor, that a library may write without host memory in between; block i is at address + i · block_bytes."""
-
-    pool: Any
-
-    @property
-    def can_fold(self) -> bool:
-        """True if ``fold`` may be called."""
-
-    @property
-    def address(self) -> int:
-        """The address of the pool, in its device's memory."""
-
-    @property
-    def is_written(self) -> bool:
-        """True if a ``commit`` would wait for nothing."""
-
-    def begin_reading(self, block_ids: Sequence[int], start: int, end: int) -> HostParts:
-        """Begin to copy bytes ``start``..``end`` - 1 of each block to host memory."""
-
-    def host_rows(self, count: int, num_bytes: int) -> Sequence[HostRow]:
-        """Return host memory for so many bytes of each of so many blocks, with any content."""
-
-    def write_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[Any]) -> None:
-        """Begin to copy one of ``host_rows`` to each block, from byte ``start`` on. A ``commit`` waits for the end."""
-
-    def fold(
-        self, block_ids: Sequence[int], start: int, end: int, seeds: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.uint64]:
-        """Return both sums ``[2, n]`` of bytes ``start``..``end`` - 1 of each block (``engine.kv_cache.memory``)."""
-
-    def landing_area(self, layout: KVLayout, num_blocks: int) -> "DevicePool":
-        """Return memory of the same device for so many blocks of a peer's layout, which may be written at once."""
-
-    def launch(self, work: Callable[[], None]) -> Computed:
-        """Start operations on this pool beside the steps of the engine; return what waits for their end."""
-
-    def wait_until_unused(self) -> None:
-        """Wait for the steps that were launched before: they may use blocks that a library or a copy writes now."""
 
 
 class LayerWatch(Protocol):

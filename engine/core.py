@@ -124,12 +124,6 @@ class StepStarter:
         return output
 
 
-def _completed(settings: EngineSettings, gate: StepGate, transfers: Transfers | None) -> EngineSettings:
-    """Return the settings with what the gate and a connector need."""
-    completed = gate.complete_settings(settings)
-    return completed if transfers is None else completed.model_copy(update={"keeps_all_tokens": True})
-
-
 class EngineCore:
     """Owns executor, connector, grammar compiler, scheduler and step gate. Used from one thread.
 
@@ -159,7 +153,7 @@ class EngineCore:
         # Closed in the opposite order, also if a later one fails to start: the connector before the memory that it reads.
         with log_start(clock), ExitStack() as resources:
             resources.callback(self.gate.close)
-            self.executor, num_blocks = start(settings := _completed(settings, self.gate, transfers))
+            self.executor, num_blocks = start(settings := self.gate.complete_settings(settings))
             resources.callback(self.executor.shutdown)
             model = self.executor.model_info
             compiler = GrammarCompiler(

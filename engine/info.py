@@ -2,7 +2,7 @@
 
 import msgspec
 
-from contract.cache_layout import CacheGroup
+from contract.cache_layout import CacheGroup, GroupedSide
 from contract.layout import KVLayout, Side
 
 
@@ -44,4 +44,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def side(self) -> Side:
         """The layout of the engine's KV."""
+        if self.groups:
+            return GroupedSide.of(self.groups, self.num_ranks, self.num_kv_heads)
         return Side(self.layout, self.num_ranks, self.num_kv_heads)

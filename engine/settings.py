@@ -30,7 +30,7 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
     data_parallel_host: str = "127.0.0.1"
     """Host on which the other engines of the group reach this one's collectives."""
     keeps_all_tokens: bool = False
-    """Layers with a window keep the KV of all tokens, as each layer of an engine with a connector does."""
+    """Layers with a window keep the KV of all tokens, too; for comparisons."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0)
     """Silence of a rank within a step, after which the engine ends."""
 

@@ -9,8 +9,7 @@ from contract.cache_layout import CacheLayout
 from contract.errors import SettingError
 from engine.connecting import EngineConnector
 from engine.info import EngineInfo
-from engine.scheduling.blocks.block_pool import BlockPool
-from engine.scheduling.blocks.cache_pools import CachePools
+from engine.scheduling.blocks.cache_pools import CachePools, pool_of
 from engine.scheduling.blocks.state_slots import StateSlots
 from engine.scheduling.blocks.state_snapshots import StateSnapshots
 from engine.scheduling.interface import SchedulerInterface
@@ -60,8 +59,8 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
         )
     workload = None
     why_whole = ""
-    if settings.keeps_all_tokens and states is None:
-        why_whole = "a connector hands over one kind of blocks"
+    if settings.keeps_all_tokens:
+        why_whole = "keeps_all_tokens is set"
     elif has_tiers:
         why_whole = "KV tiers store one kind of blocks"
     else:
@@ -155,8 +154,8 @@ def create_scheduler(
     pools = CachePools(
         groups,
         [
-            BlockPool(number, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching)
-            for number in info.group_blocks or (info.num_blocks,)
+            pool_of(group, number, enable_prefix_caching=settings.enable_prefix_caching)
+            for group, number in zip(groups, info.group_blocks or (info.num_blocks,), strict=True)
         ],
         settings.max_num_batched_tokens,
         _slots(settings, info.num_state_slots) if has_states else None,
@@ -175,7 +174,7 @@ def create_scheduler(
         settings,
         pools,
         limits,
-        remote_kv=connector.remote_kv(pools.first, limits.max_length, settings.remote_kv_timeout_seconds),
+        remote_kv=connector.remote_kv(pools, limits.max_length, settings.remote_kv_timeout_seconds),
         grammars=grammars,
         stages=stages,
         clock=clock,

@@ -20,7 +20,9 @@ from msgspec import structs
 from contract.errors import ErrorKind, InvalidRequestError
 from contract.requests import EngineRequest, HandOff, SendTransfer
 from engine.connector import NOT_NEEDED_KIND, FirstToken, SenderConnector
-from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.blocks.cache_pools import CachePools
+from engine.scheduling.blocks.lent_blocks import hand_over, seen_blocks
 from engine.scheduling.remote_kv import lease_holder
 from engine.scheduling.requests.finish import Finish, RequestStatus
 from engine.scheduling.requests.request import Request
@@ -50,9 +52,10 @@ class KVSender:
     the ranks have been ordered to publish them.
     """
 
-    def __init__(self, connector: SenderConnector, pool: BlockPool, max_length: int) -> None:
+    def __init__(self, connector: SenderConnector, pools: CachePools, max_length: int) -> None:
         self._connector = connector
-        self._pool = pool
+        self._pools = pools
+        self._keeps_all = pools.groups[0].window is None
         self._max_length = max_length
         self._open: set[str] = set()
         self._leases = RequestIndex()
@@ -84,11 +87,16 @@ class KVSender:
         is_needed = not ends_with_next_token(request, self._max_length)
         if request.key not in self._open:
             self._open.add(request.key)
-            blocks = self._pool.table_of(request.key)
+            blocks = self._pools.first.table_of(request.key) if self._keeps_all else []
             num_cached = request.num_computed_tokens
             self._connector.open_send(request.engine_request, blocks, num_cached if is_needed else 0)
         if is_needed:
-            self._connector.publish(request.key, num_computed_tokens)
+            # The last of the prompt is computed by this step, so the blocks that its windows reach are all there.
+            if self._pools.has_windows and num_computed_tokens == request.num_prompt_tokens:
+                seen = seen_blocks(self._pools, request.key, num_computed_tokens)
+                self._connector.publish(request.key, num_computed_tokens, seen)
+            else:
+                self._connector.publish(request.key, num_computed_tokens)
 
     def finish(self, request: Request, first_tokens: Sequence[FirstToken]) -> None:
         """See SenderStage."""
@@ -133,11 +141,16 @@ class KVSender:
         if ends_with_next_token(request, self._max_length):
             raise InvalidRequestError(f"request {request.key} is not handed off: one token of it is left")
         num_tokens = len(continuation.prompt_token_ids)
-        blocks = self._pool.table_of(request.key)[: blocks_needed(num_tokens, self._pool.block_size)]
-        self._connector.open_send(continuation, blocks, num_tokens)
+        blocks = []
+        if self._keeps_all:
+            num_blocks = blocks_needed(num_tokens, self._pools.block_size)
+            blocks = self._pools.first.table_of(request.key)[:num_blocks]
+        self._connector.open_send(
+            continuation, blocks, num_tokens, seen_blocks(self._pools, request.key, num_tokens)
+        )
         self._handed_off[continuation.key] = FirstToken(request.token_ids[-1])
         self._leases.add(continuation, set())
-        self._pool.hand_over(request.key, lease_holder(continuation.key))
+        hand_over(self._pools, request.key, lease_holder(continuation.key))
 
     def finish_handed_off(self) -> None:
         """Send the newest tokens of requests that were handed off; the ranks have the orders to publish their blocks."""
@@ -149,7 +162,7 @@ class KVSender:
         """Free the blocks of these requests, which have no reader any more (``finished_sending``)."""
         for key in keys:
             if self._leases.discard(key):
-                self._pool.free(lease_holder(key))
+                self._pools.free(lease_holder(key))
 
     def withdraw(self, request_id: str, up_to_attempt: int | None, choice: int | None) -> None:
         """Abandon what finished legs of a cancelled request still lend. Their leases end like all others.
@@ -163,4 +176,4 @@ class KVSender:
     def _lease(self, request: Request) -> None:
         self._open.remove(request.key)
         self._leases.add(request.engine_request, request.dismissed)
-        self._pool.hand_over(request.key, lease_holder(request.key))
+        hand_over(self._pools, request.key, lease_holder(request.key))

@@ -44,7 +44,8 @@ def registration_of(
         model_fingerprint=info.model_fingerprint,
         kv_layout=info.side.whole,
         max_model_len=max_model_len,
-        num_blocks=info.num_blocks,
+        # Where each layer has a window, a text of any length has room: then the pool is no limit.
+        num_blocks=0 if info.groups and info.groups[0].window is not None else info.num_blocks,
         vocab_size=info.vocab_size,
         admin_address=admin_address,
         embeds_only=not info.has_head,

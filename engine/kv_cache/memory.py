@@ -7,8 +7,7 @@ layer's tensor is a view. The parts are key and value, or one latent row. Block 
 
 The sums of blocks' digests are computed where the blocks are: on a device, by a Triton kernel. Word j of a block (64 bits)
 has the key ``seed + j · _STEP``. The first sum of ``fold64`` adds the product of the lower and the upper half of each word
-that was xored with its key; the second one adds the words. Sums are modulo 2**64, so they do not depend on the order in
-which parts of a block are added.
+that was xored with its key; the second one adds the words. Sums are modulo 2**64: the order of parts does not matter.
 """
 
 import importlib.util
@@ -29,7 +28,8 @@ from torch import Tensor
 from contract.errors import InternalError
 from contract.layout import KVLayout
 from engine.compute.staging import to_device
-from engine.connector import Computed, DevicePool
+from engine.connector import Computed
+from engine.device_pool import DevicePool
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ TILE = 1024
 NUM_TILES = 4
 NUM_WARPS = 4
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_POOL_NAME = "kvbaton-kv"
 _cuda: Any = torch.cuda
 # The priority of a stream whose kernels get free processors before those of the engine's steps.
 _FIRST = -1
@@ -69,18 +68,14 @@ class TritonFold:
 
         count = len(block_ids)
         packed = np.zeros((4, count), np.int64)
-        packed[0] = block_ids
-        packed[1] = seeds.view(np.int64)
+        packed[:2] = block_ids, seeds.view(np.int64)
         on_device = to_device(packed, self._words.device)
         num_words = (end - start) // WORD_BYTES
-        block_words = self._words.shape[1]
+        numbers = (count, self._words.shape[1], start // WORD_BYTES, num_words)
         fold_kernel[(count, -(-num_words // (TILE * NUM_TILES)))](
             self._words,
             on_device,
-            count,
-            block_words,
-            start // WORD_BYTES,
-            num_words,
+            *numbers,
             **STEPS,
             tile=TILE,
             num_tiles=NUM_TILES,
@@ -129,13 +124,20 @@ class PagedKVMemory(ABC):
     """A pool on one device. Implements ``engine.connector.KVMemory``; the views are invalid after ``close``."""
 
     memfd: int | None = None
+    start = 0
     pool_view: memoryview | None = None
+    other_regions: "tuple[PagedKVMemory, ...]" = ()
 
     def __init__(self, layout: KVLayout, num_blocks: int, pool: Tensor) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.pool = pool
         self.layers = list(pool.unbind(1))
+
+    @property
+    def regions(self) -> "tuple[PagedKVMemory, ...]":
+        """See KVMemory. Not an attribute, for the reason of ``StagedKVMemory.device_pool``."""
+        return self, *self.other_regions
 
     @property
     def device_pool(self) -> DevicePool | None:
@@ -185,7 +187,7 @@ class HostPages:
     def __init__(self, num_bytes: int) -> None:
         self.memfd: int | None = None
         if hasattr(os, "memfd_create"):
-            self.memfd = os.memfd_create(_POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.memfd = os.memfd_create("kvbaton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.memfd, num_bytes)
         # Faulted in now (a second per GiB): the first write to a page costs five copies, for which a request would wait.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -210,6 +212,7 @@ class MappedKVMemory(PagedKVMemory):
         num_bytes = num_blocks * layout.block_bytes
         self._pages = pages or HostPages(num_bytes)
         self.memfd = self._pages.memfd
+        self.start = start
         self.pool_view: memoryview = self._pages.view[start : start + num_bytes]
         numbers = self.pool_view or bytearray(1)  # a model of recurrent layers alone has blocks without bytes
         flat = torch.frombuffer(numbers, dtype=torch.uint8)[:num_bytes].view(TORCH_DTYPES[layout.dtype])
@@ -238,7 +241,7 @@ class MappedKVMemory(PagedKVMemory):
 
 
 class PinnedRow:
-    """Host memory that copies to and from a device use at full speed. Implements ``engine.connector.HostRow``."""
+    """Host memory that copies to and from a device use at full speed. Implements ``engine.device_pool.HostRow``."""
 
     def __init__(self, content: Tensor) -> None:
         self.content = content
@@ -246,7 +249,7 @@ class PinnedRow:
 
 
 class PinnedParts:
-    """Rows that a device is copied to until ``done``. Implements ``engine.connector.HostParts``."""
+    """Rows that a device is copied to until ``done``. Implements ``engine.device_pool.HostParts``."""
 
     def __init__(self, rows: list[PinnedRow], done: Computed) -> None:
         self._rows = rows
@@ -261,9 +264,8 @@ class PinnedParts:
 class StagedKVMemory(PagedKVMemory):
     """The pool on a device, reached through copies in host memory, or written by a library that reaches the device itself.
 
-    Implements ``engine.connector.DevicePool``. Copies and digests run on a stream of their own, which
-    does not wait for the kernels of a step: a request waits for its KV. flat: the zeroed bytes of the pool on the device;
-    None: they are allocated.
+    Implements ``engine.device_pool.DevicePool``. Copies and digests run on a stream of their own, which does not wait for
+    the kernels of a step: a request waits for its KV. flat: the pool's zeroed bytes on the device; None: they are allocated.
     """
 
     def __init__(
@@ -296,9 +298,7 @@ class StagedKVMemory(PagedKVMemory):
         """See DevicePool."""
         return self._fold is not None
 
-    def fold(
-        self, block_ids: Sequence[int], start: int, end: int, seeds: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.uint64]:
+    def fold(self, block_ids: Sequence[int], start: int, end: int, seeds: Numbers) -> Numbers:
         """See DevicePool."""
         if self._fold is None:
             raise InternalError("the sums of blocks cannot be computed on this device")

@@ -28,6 +28,7 @@ class Regions:
         self.config = config
         self.regions, self.states = _allocate(config, device)
         self.first = self.regions[0]
+        self.first.other_regions = tuple(self.regions[1:])
         self.layers = self.first.layers
         if len(self.regions) > 1:
             by_layer: dict[int, Tensor] = {}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from contract.errors import InvalidRequestError
 from contract.requests import EngineRequest, HandOff
 from engine.connector import FirstToken, ReceiverConnector, SchedulerConnector, SenderConnector
-from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.requests.finish import Finish
 from engine.scheduling.requests.request import Request
 from engine.scheduling.requests.request_index import RequestIndex
@@ -84,9 +84,10 @@ class ReceiverStage(Protocol):
     def note_arrived(self, keys: Collection[str]) -> None:
         """Record the requests whose KV has landed and was verified (``finished_recving``)."""
 
-    def reserve(self, num_promised: int, other: Request | None) -> None:
+    def reserve(self, promised: Sequence[int], other: Request | None) -> None:
         """Give blocks to the requests that wait for some, as long as unpromised ones are free; their reads start.
 
+        promised: how many blocks each of some requests elsewhere lacks, which started because these were free.
         other: the first request elsewhere that waits for blocks; those that come after it get none.
         """
 
@@ -99,12 +100,12 @@ class ReceiverWait(ReceiverStage, WaitStage, Protocol):
 class TransferStages:
     """Makes the two stages of an engine with a connector. Picklable: the engine may be in a process of its own.
 
-    sender: (connector, pool, longest prompt and answer) → the stage. receiver: (connector, pool, seconds for which a request
-    may wait) → the stage.
+    sender: (connector, pools, longest prompt and answer) → the stage. receiver: (connector, pools, seconds for which a
+    request may wait) → the stage.
     """
 
-    sender: Callable[[SenderConnector, BlockPool, int], SenderStage]
-    receiver: Callable[[ReceiverConnector, BlockPool, float], ReceiverWait]
+    sender: Callable[[SenderConnector, CachePools, int], SenderStage]
+    receiver: Callable[[ReceiverConnector, CachePools, float], ReceiverWait]
 
 
 class NoTransfers:
@@ -171,14 +172,14 @@ class RemoteKV:
         cls,
         connector: SchedulerConnector,
         stages: TransferStages,
-        pool: BlockPool,
+        pools: CachePools,
         max_length: int,
         timeout_seconds: float,
         loads: TierLoads | None = None,
     ) -> "RemoteKV":
         """Return a connector with new stages. timeout_seconds: how long a request may wait for its KV."""
-        sender = stages.sender(connector.sender, pool, max_length)
-        receiver = stages.receiver(connector.receiver, pool, timeout_seconds)
+        sender = stages.sender(connector.sender, pools, max_length)
+        receiver = stages.receiver(connector.receiver, pools, timeout_seconds)
         return cls(connector, sender, receiver, (receiver,), loads)
 
     def build_metadata(self) -> Any | None:

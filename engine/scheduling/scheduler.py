@@ -138,7 +138,7 @@ class Scheduler(SchedulerState):
         """Queue what is ready; requests whose sender has computed them reserve blocks."""
         self.remote_kv.receiver.process_events()
         self._admit_ready()
-        self.remote_kv.receiver.reserve(self.queues.num_promised_blocks(self.pool), self.queues.waiting.first)
+        self.remote_kv.receiver.reserve(self.queues.promised_blocks(self.pool), self.queues.waiting.first)
 
     def _admit_ready(self) -> None:
         for ready in self.waits.pop_ready():

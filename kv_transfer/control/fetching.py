@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from contract.errors import InternalError, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
-from engine.connector import Drained, Published, Received, TransferEvent
+from engine.connector import Drained, Published, Received, Tables, TransferEvent
 from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts
 from kv_transfer.control.incoming_transfer import QUARANTINE, IncomingTransfer
 from kv_transfer.control.transfers import Transfers, TransferTable
@@ -58,13 +58,14 @@ class FetchTransfers(Transfers):
             self._incoming.add(incoming)
             self._ports.dial(target, msg.FetchBlocks(transfer.transfer_id, request.attempt))
 
-    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(
+        self, key: str, block_ids: list[int], num_cached_blocks: int, other_groups: Tables = ()
+    ) -> None:
         """See ``ReceiverConnector``. A fetch that has just failed is left alone: its event waits."""
         with self._acting():
             incoming = self._incoming.get(key)
             if incoming is not None:
-                step = fetch_side.reserve(incoming.fetch, tuple(block_ids), num_cached_blocks)
-                self._apply(incoming, step)
+                self._apply(incoming, incoming.reserve((block_ids, *other_groups), num_cached_blocks))
 
     def cancel_fetch(self, key: str) -> bool:
         """See ``ReceiverConnector``. Withdraws events that were not taken yet."""

@@ -1,5 +1,6 @@
 """One request whose KV is being fetched, as ``FetchTransfers`` keeps it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +51,8 @@ class IncomingTransfer:
     ) -> "IncomingTransfer":
         """Return the fetch of a request that has just arrived. It hashes the prompt."""
         ref = PeerRef(transfer.peer_boot_id, is_dialed=True)
-        fetch = Fetch(num_blocks=terms.plan.ours.num_blocks(len(request.prompt_token_ids)))
         announced = _none_announced(request, terms)
+        fetch = Fetch(num_blocks=announced.sections[-1].end)
         return cls(request, ref, transfer.transfer_id, request.attempt, fetch, announced, now)
 
     @property
@@ -91,7 +92,8 @@ class IncomingTransfer:
             case msg.LayersReadable(first_block=first, num_blocks=num_blocks):
                 # Layers can be read ahead only if the sender's blocks are ours, byte by byte, and of one rank.
                 plan = self.announced.plan
-                if self.lease != message.lease or not plan.is_direct or plan.ours.num_ranks > 1:
+                is_split = len(self.announced.sections) == 1 and plan.is_direct and plan.ours.num_ranks == 1
+                if self.lease != message.lease or not is_split:
                     return None
                 self._add_grants(message.grants)
                 return fetch_side.on_layers(self.fetch, first, num_blocks, message.num_bytes)
@@ -111,12 +113,28 @@ class IncomingTransfer:
         if terms != self.announced.terms:
             self.announced = _none_announced(self.request, terms)
 
+    def reserve(self, tables: Sequence[Sequence[int]], num_cached: int) -> FetchStep:
+        """Read into these blocks, by the places in the prompt; the cache has those before ``num_cached`` in each group."""
+        block_ids: list[int] = []
+        missing = []
+        for section, table in zip(self.announced.sections, tables, strict=True):
+            places = section.places
+            block_ids += table[places.start : places.stop]
+            first = section.first + max(0, num_cached - places.start)
+            if first < section.end:
+                missing.append((first, section.end))
+        num_missing = sum(end - first for first, end in missing)
+        return fetch_side.reserve(
+            self.fetch, tuple(block_ids), self.fetch.num_blocks - num_missing, tuple(missing)
+        )
+
     def job(self, pull: ev.PullBlocks, source: Source) -> PullJob:
         """Return the job that reads these blocks from ``source``, as later ones will."""
         self.source = source
         first = pull.first_block
         end = first + len(pull.block_ids)
-        plan = self.announced.plan
+        section = self.announced.section_of(first)
+        plan = section.plan
         blocks, seeds, shares = self.announced.sources_of(first, end)
         covering = (known for known in self.ahead if known.first_block <= first and end <= known.end_block)
         ahead = next(covering, None)
@@ -129,6 +147,12 @@ class IncomingTransfer:
             self.num_bytes += len(blocks) * block_bytes
             # No other read of these blocks is open: the only posted job is this one.
             is_here = ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1
+        conversion = None
+        if not plan.is_direct:
+            to_place = section.places.start - section.first
+            offset = section.their_first - section.their_places.start
+            num_tokens = self.announced.num_tokens
+            conversion = Conversion(plan, first + to_place, end + to_place, num_tokens, offset=offset)
         return PullJob(
             key=self.key,
             source=source,
@@ -138,11 +162,12 @@ class IncomingTransfer:
             shares=shares,
             seeds=seeds,
             read=self.read,
-            conversion=None if plan.is_direct else Conversion(plan, first, end, self.announced.num_tokens),
+            conversion=conversion,
             grants=tuple(grants_within(self.grants, blocks.start, blocks.stop)),
             ahead=ahead,
             part=pull.part,
             is_here=is_here,
+            group=section.group,
         )
 
     def read_again(self, retry_step: ev.RetryStep) -> Source | None:
@@ -173,5 +198,5 @@ class IncomingTransfer:
 
 
 def _none_announced(request: EngineRequest, terms: PeerTerms) -> AnnouncedBlocks:
-    seeds = digest_seeds(request, terms.model_fingerprint, terms.plan.theirs.layout.block_size)
+    seeds = digest_seeds(request, terms.model_fingerprint, terms.plan.theirs)
     return AnnouncedBlocks(terms, len(request.prompt_token_ids), seeds)

@@ -1,6 +1,8 @@
 """One prompt whose KV is lent, as ``SendTransfers`` keeps it, and the history of attempts."""
 
+from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +27,9 @@ class OutgoingTransfer:
     """One transfer, with the data that the state machine does not need.
 
     key: the engine's request key; None while a fetch is parked. num_computed: tokens whose KV was there when the transfer
-    was opened. num_requested: blocks that the next step is to order. grants: of the published ranges, in order.
-    other_digests: of the ranks from 1 on; the state machine has rank 0's.
+    was opened. num_requested: blocks that the next step is to order. num_opened: blocks that were lent then; those of groups
+    of layers with a window follow when the whole prompt is computed. ends: the number behind the last block of each group.
+    grants: of the published ranges, in order. other_digests: of the ranks from 1 on; the state machine has rank 0's.
     """
 
     transfer_id: str
@@ -36,7 +39,9 @@ class OutgoingTransfer:
     key: str | None = None
     lease: str = ""
     block_ids: list[int] = field(default_factory=list)
+    num_opened: int = 0
     seeds: list[int] = field(default_factory=list)
+    ends: tuple[int, ...] = ()
     num_tokens: int = 0
     num_computed: int = 0
     num_requested: int = 0
@@ -74,22 +79,39 @@ class OutgoingTransfer:
         return 0 if self.send.has_ended else max(0, self.num_requested - self.send.num_ordered)
 
     def lend(
-        self, request: EngineRequest, lease: str, block_ids: list[int], seeds: list[int], num_computed: int
+        self,
+        request: EngineRequest,
+        lease: str,
+        block_ids: list[int],
+        seeds: list[int],
+        ends: tuple[int, ...],
+        num_computed: int,
     ) -> None:
         """Open the transfer: lend the whole prompt's blocks, whose digests start from ``seeds``."""
         self.key = request.key
         self.lease = lease
         self.block_ids = list(block_ids)
+        self.num_opened = len(block_ids)
         self.seeds = seeds
+        self.ends = ends
         self.num_tokens = len(request.prompt_token_ids)
         self.num_computed = num_computed
 
-    def request_blocks(self, num_tokens: int, block_size: int) -> None:
-        """Request the blocks that ``num_tokens`` tokens fill; the last one too at the prompt's end."""
+    def request_blocks(self, num_tokens: int, block_size: int, windows: Sequence[Sequence[int]] = ()) -> None:
+        """Request the blocks that ``num_tokens`` tokens fill; the last one too at the prompt's end, and ``windows``.
+
+        Raises InternalError if these are not all blocks that are handed over.
+        """
+        for block_ids in windows:
+            self.block_ids += block_ids
+        if num_tokens >= self.num_tokens and len(self.block_ids) != len(self.seeds):
+            raise InternalError(
+                f"{len(self.block_ids)} blocks are lent for {self.key}; its transfer has {len(self.seeds)}"
+            )
         self.num_requested = max(self.num_requested, self._blocks_of(num_tokens, block_size))
 
     def order(self, worker: LocalWorker) -> PublishOrder:
-        """Return the order for the blocks that wait for one.
+        """Return the order for the blocks that wait for one, as far as they are of one group.
 
         Only the prompt's last range is split into parts: its receiver waits for it, while others are read during later
         steps.
@@ -97,11 +119,14 @@ class OutgoingTransfer:
         if self.key is None:
             raise InternalError(f"transfer {self.transfer_id} is ordered before it is open")
         first = self.send.num_ordered
-        blocks = self.block_ids[first : self.num_requested]
-        seeds = self.seeds[first : self.num_requested]
-        is_computed = self.num_requested <= self._blocks_of(self.num_computed, worker.side.layout.block_size)
-        is_last = worker.is_single_rank and not is_computed and self.num_requested == self.send.num_blocks
-        is_split = is_last and len(blocks) >= worker.settings.min_split_blocks
+        group = bisect_right(self.ends, first)
+        end = min(self.num_requested, self.ends[group])
+        blocks = self.block_ids[first:end]
+        seeds = self.seeds[first:end]
+        is_computed = end <= self._blocks_of(self.num_computed, worker.side.layout.block_size)
+        is_last = worker.is_single_rank and not is_computed and end == self.send.num_blocks
+        # Only the layers of one group are computed in the order in which a block has them.
+        is_split = is_last and len(self.ends) == 1 and len(blocks) >= worker.settings.min_split_blocks
         num_parts = worker.settings.num_layer_groups if is_split else 1
         return PublishOrder(
             self.key,
@@ -112,6 +137,7 @@ class OutgoingTransfer:
             num_parts,
             announces_end=is_last,
             is_computed=is_computed,
+            group=group,
         )
 
     def step_of(self, event: ev.SendEvent) -> SendStep:
@@ -155,7 +181,9 @@ class OutgoingTransfer:
                 raise InternalError(f"{action} stands for no message")
 
     def _blocks_of(self, num_tokens: int, block_size: int) -> int:
-        return len(self.block_ids) if num_tokens >= self.num_tokens else num_tokens // block_size
+        if num_tokens >= self.num_tokens:
+            return len(self.seeds)
+        return min(num_tokens // block_size, self.num_opened)
 
     def debug_state(self, now: float) -> dict[str, Any]:
         """Return the transfer as plain data."""

@@ -3,13 +3,15 @@
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from contract.errors import ErrorKind, InternalError
+from contract.layout import Side
 from contract.requests import EngineRequest, SendTransfer
-from engine.connector import FirstToken
+from engine.connector import FirstToken, Tables
 from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer
 from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.counters import Counters
@@ -38,6 +40,21 @@ def _count(counters: Counters, outgoing: OutgoingTransfer, before: SendState, no
         counters.add("leases_expired_total")
     if send.is_done and outgoing.key is not None:
         counters.observe(*_LEASE_AGES, now - outgoing.since)
+
+
+def _ends_of(
+    side: Side, request: EngineRequest, block_ids: Sequence[int], windows: Tables
+) -> tuple[int, ...]:
+    """Return the number behind the last block of each group. Raises InternalError for other blocks than these.
+
+    The blocks of windows are not known before the prompt is computed.
+    """
+    places = side.places_to_send(len(request.prompt_token_ids))
+    ends = tuple(accumulate(map(len, places)))
+    num_lent = len(block_ids) + sum(map(len, windows))
+    if num_lent != ends[-1] and (windows or not side.group_names):
+        raise InternalError(f"{num_lent} blocks are lent for {request.key}; its transfer has {ends[-1]}")
+    return ends
 
 
 class SendTransfers(Transfers):
@@ -69,36 +86,35 @@ class SendTransfers(Transfers):
         worker.counters.add("leases_expired_total", 0)
         worker.counters.declare(*_LEASE_AGES)
 
-    def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
+    def open_send(
+        self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int, windows: Tables = ()
+    ) -> None:
         """See ``SenderConnector``."""
         transfer = request.transfer
         if not isinstance(transfer, SendTransfer):
             raise InternalError(f"request {request.key} has no transfer to send")
-        seeds = digest_seeds(request, self._worker.model_fingerprint, self._block_size)
-        if len(seeds) != len(block_ids):
-            raise InternalError(
-                f"{len(block_ids)} blocks are lent for {request.key}; its prompt has {len(seeds)}"
-            )
+        seeds = digest_seeds(request, self._worker.model_fingerprint, self._worker.side)
+        ends = _ends_of(self._worker.side, request, block_ids, windows)
         wire_key = (transfer.transfer_id, request.attempt)
         with self._acting():
             outgoing = self._outgoing.get_by_wire(wire_key)
             if self._outgoing.get(request.key) or (outgoing is not None and outgoing.key is not None):
                 raise InternalError(f"transfer {wire_key} of request {request.key} is already open")
             if outgoing is None:
-                send = send_side.begin(transfer, len(block_ids), self._worker.settings.lease_seconds)
+                send = send_side.begin(transfer, len(seeds), self._worker.settings.lease_seconds)
                 outgoing = OutgoingTransfer(*wire_key, send, self._clock())
             else:
-                self._apply(outgoing, send_side.lend(outgoing.send, len(block_ids), self._clock()))
-            outgoing.lend(request, self._new_lease(), block_ids, seeds, num_cached_tokens)
+                self._apply(outgoing, send_side.lend(outgoing.send, len(seeds), self._clock()))
+            outgoing.lend(request, self._new_lease(), block_ids, seeds, ends, num_cached_tokens)
             # What the prefix cache holds can be published before the first step of the request.
-            outgoing.request_blocks(num_cached_tokens, self._block_size)
+            outgoing.request_blocks(num_cached_tokens, self._block_size, windows)
             self._outgoing.add(outgoing)
             self._history.record(wire_key)
 
-    def publish(self, key: str, num_computed_tokens: int) -> None:
+    def publish(self, key: str, num_computed_tokens: int, windows: Tables = ()) -> None:
         """See ``SenderConnector``."""
         with self._acting():
-            self._outgoing.find(key).request_blocks(num_computed_tokens, self._block_size)
+            self._outgoing.find(key).request_blocks(num_computed_tokens, self._block_size, windows)
 
     def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
         """See ``SenderConnector``."""
@@ -118,9 +134,9 @@ class SendTransfers(Transfers):
         orders = []
         with self._acting():
             for outgoing in self._outgoing:
-                if outgoing.num_to_order:
+                while outgoing.num_to_order:  # once, or for each group of layers
                     orders.append(outgoing.order(self._worker))
-                    self._apply(outgoing, send_side.order(outgoing.send, outgoing.num_requested))
+                    self._apply(outgoing, send_side.order(outgoing.send, orders[-1].end_block))
         return orders
 
     def has_orders(self) -> bool:

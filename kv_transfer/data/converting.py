@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from contract.layout import KVLayout
-from engine.connector import DevicePool, KVMemory
+from engine.connector import KVMemory
+from engine.device_pool import DevicePool
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.orders import Conversion, PullJob
@@ -140,41 +141,43 @@ class Converter:
         self._counters = counters
         self._max_bytes = max_bytes
         self._read = read
-        self._areas: dict[Source, DeviceLanding] = {}
+        self._areas: dict[tuple[Source, int], DeviceLanding] = {}
         counters.add(_IN_USE, 0)
         counters.add("transfer_converted_blocks_total", 0)
 
     def start(self, memory: KVMemory) -> None:
-        """Convert into this pool; called once, before anything is converted."""
-        self._memory = memory
+        """Convert into this pool, and its further regions; called once, before anything is converted."""
+        self._regions = memory.regions
 
     def convert(self, job: PullJob, conversion: Conversion) -> None:
         """Read and verify the sender's blocks in staging memory, piece by piece, and write ours."""
-        with self.staging(job.source, conversion) as staging:
+        with self.staging(job.source, conversion, job.group) as staging:
             for first, end in self._pieces(conversion):
                 blocks = conversion.plan.source_blocks(first, end, conversion.num_tokens)
+                number = blocks.start + conversion.offset
                 for share in job.shares:
-                    self._read(job, share, blocks.start, staging.views(share.rank, len(blocks)))
+                    self._read(job, share, number, staging.views(share.rank, len(blocks)))
                 ours = slice(first - conversion.first_block, end - conversion.first_block)
                 staging.convert(conversion, first, job.block_ids[ours])
         self._counters.add("transfer_converted_blocks_total", len(job.block_ids))
 
     @contextmanager
-    def staging(self, source: Source, conversion: Conversion) -> Iterator[Staging]:
+    def staging(self, source: Source, conversion: Conversion, group: int = 0) -> Iterator[Staging]:
         """Lend memory for the sources of the largest piece, of every rank that is read."""
-        if (on_device := self._memory.device_pool) is not None:
-            area = self._areas.get(source)
+        memory = self._regions[group]
+        if (on_device := memory.device_pool) is not None:
+            area = self._areas.get((source, group))
             if area is None:  # the first use: an area for as many blocks as any pull may have at once
                 plan = conversion.plan
                 per_block = -(-plan.ours.layout.block_size // plan.theirs.layout.block_size)
                 most = max(per_block, self._max_bytes // conversion.source_bytes)
-                area = self._areas[source] = DeviceLanding(on_device, conversion, most)
+                area = self._areas[source, group] = DeviceLanding(on_device, conversion, most)
                 self._counters.add(_IN_USE, area.num_bytes)
             yield area
             return
         num_tokens = conversion.num_tokens
         pieces = [conversion.plan.source_blocks(*piece, num_tokens) for piece in self._pieces(conversion)]
-        staging = HostStaging(self._memory, conversion, max(map(len, pieces)))
+        staging = HostStaging(memory, conversion, max(map(len, pieces)))
         self._counters.add(_IN_USE, staging.num_bytes)
         try:
             yield staging
@@ -184,7 +187,7 @@ class Converter:
     def forget(self, source: Source) -> None:
         """Release the areas of a link that is gone; one that is read into lives until that read is terminal."""
         # A copy: the threads of other sources add areas meanwhile.
-        for each in [each for each in list(self._areas) if each.token == source.token]:
+        for each in [each for each in list(self._areas) if each[0].token == source.token]:
             if (area := self._areas.pop(each, None)) is not None:
                 area.wait()
                 self._counters.add(_IN_USE, -area.num_bytes)

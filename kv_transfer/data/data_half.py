@@ -68,7 +68,7 @@ class DataHalf:
     def start(self, memory: KVMemory) -> None:
         """See RankConnector."""
         self._memory = memory
-        views = DigestViews(memory)
+        views = list(map(DigestViews, memory.regions))
         self._reader.start(memory, views)
         self._converter.start(memory)
         publisher = Publisher(memory, views, self._senders, self._reports)
@@ -112,8 +112,7 @@ class DataHalf:
 
     def post_commit(self, job: CommitJob) -> None:
         """Make blocks visible; it ends with CommitDone, JobFailed or JobStopped. Runs at once if it waits for nothing."""
-        on_device = self._memory.device_pool
-        if self._memory.pool_view is not None if on_device is None else on_device.is_written:
+        if all(map(_is_written, self._memory.regions)):
             self._run(job)
         else:
             self._thread.post(partial(self._run, job))
@@ -162,7 +161,7 @@ class DataHalf:
         is_plain = job.conversion is None and job.part is None and self._memory.pool_view is not None
         if not is_plain:
             return False
-        num_bytes = len(job.block_ids) * self._memory.layout.block_bytes
+        num_bytes = len(job.block_ids) * self._memory.regions[job.group].layout.block_bytes
         if self._num_bytes_at_once + num_bytes > MAX_BYTES_AT_ONCE:
             return False
         if not self._receiver.traits.is_at_hand(job.source):
@@ -172,7 +171,8 @@ class DataHalf:
 
     def _work(self, job: PullJob | CommitJob) -> ev.FetchEvent:
         if isinstance(job, CommitJob):
-            self._memory.commit(list(job.block_ids))
+            for region in self._memory.regions:
+                region.commit(list(job.block_ids))
             return ev.CommitDone()
         if job.part is not None:
             return self._reader.read_ahead(job)
@@ -202,3 +202,9 @@ class DataHalf:
             logger.exception("moving blocks of %s failed", job.key)
             outcome = ev.JobFailed(ErrorKind.INTERNAL, f"moving blocks failed: {error}")
         self._reports.fetch_event(job.key, outcome)
+
+
+def _is_written(region: KVMemory) -> bool:
+    """Return whether a commit would wait for nothing."""
+    on_device = region.device_pool
+    return region.pool_view is not None if on_device is None else on_device.is_written

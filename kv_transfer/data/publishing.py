@@ -41,11 +41,13 @@ class _Unfinished:
 class Publisher:
     """Owns the digests of blocks that are being computed. Used from the data thread."""
 
-    def __init__(self, memory: KVMemory, views: DigestViews, senders: Senders, reports: DataReports) -> None:
-        on_device = memory.device_pool
-        self.digest = FOLD64 if on_device is not None and on_device.can_fold else XXH3_64
+    def __init__(
+        self, memory: KVMemory, views: Sequence[DigestViews], senders: Senders, reports: DataReports
+    ) -> None:
+        on_device = [region.device_pool for region in memory.regions]
+        self.digest = FOLD64 if all(each is not None and each.can_fold for each in on_device) else XXH3_64
         self._is_on_device = self.digest == FOLD64
-        self._memory = memory
+        self._regions = memory.regions
         self._views = views
         self._senders = senders
         self._reports = reports
@@ -63,14 +65,15 @@ class Publisher:
         try:
             computed.synchronize()
             if not self._is_on_device:
-                self._digest(unfinished, order.block_ids, num_bytes)
+                self._digest(unfinished, order, num_bytes)
                 unfinished.num_bytes = num_bytes
             for start, end in self._ranges(order):
                 # The lease grows with the first part only: further parts are of the same blocks.
-                grants = self._senders.publish(order.name, order.block_ids[start:end]) if is_new else ()
+                block_ids = order.block_ids[start:end]
+                grants = self._senders.publish(order.name, block_ids, order.group) if is_new else ()
                 ready = ev.LayerRange(order.first_block + start, end - start, num_bytes, grants)
                 self._reports.send_event(order.key, ready)
-            unfinished.is_stored = num_bytes == self._memory.layout.block_bytes
+            unfinished.is_stored = num_bytes == self._regions[order.group].layout.block_bytes
         except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
             unfinished.error = error
 
@@ -107,27 +110,34 @@ class Publisher:
     ) -> ev.BlockRange:
         first = order.first_block + start
         block_ids = order.block_ids[start:end]
+        memory = self._regions[order.group]
         if unfinished is not None:  # its blocks are lent already
             if unfinished.error is not None:
                 raise unfinished.error
-            block_bytes = self._memory.layout.block_bytes
+            block_bytes = memory.layout.block_bytes
             if unfinished.num_bytes < block_bytes:
-                self._digest(unfinished, block_ids, block_bytes, start)
+                self._digest(unfinished, order, block_bytes, start, end)
             return ev.BlockRange(first, unfinished.digests.values(start, end))
-        views = self._views.of(read_views(self._memory, block_ids))
+        views = self._views[order.group].of(read_views(memory, block_ids))
         digests = digests_of(self.digest, views, order.seeds[start:end])
-        return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids))
+        return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids, order.group))
 
     def _digest(
-        self, unfinished: _Unfinished, block_ids: Sequence[int], num_bytes: int, start: int = 0
+        self,
+        unfinished: _Unfinished,
+        order: PublishOrder,
+        num_bytes: int,
+        start: int = 0,
+        end: int | None = None,
     ) -> None:
-        """Digest the bytes up to ``num_bytes`` of these blocks, which are those from ``start`` on of their order."""
+        """Digest the bytes up to ``num_bytes`` of the blocks ``start``..``end`` - 1 of an order; None: all behind."""
         part = BlockPart(unfinished.num_bytes, num_bytes - unfinished.num_bytes)
-        unfinished.digests.go_on(read_views(self._memory, block_ids, part), start)
+        views = read_views(self._regions[order.group], order.block_ids[start:end], part)
+        unfinished.digests.go_on(views, start)
 
     def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
         """Cut an order into ranges. On a device each one costs a launch, and reading it too, and none stays in a cache."""
-        step = blocks_per_piece(self._memory.layout.block_bytes)
+        step = blocks_per_piece(self._regions[order.group].layout.block_bytes)
         if self._is_on_device:
             step = MAX_PIECE_BLOCKS
         num_blocks = len(order.block_ids)
@@ -206,8 +216,9 @@ class PassWatch:
         self._memory = memory
         self._publisher = publisher
         self._post = post
+        self._num_layers = sum(region.layout.num_layers for region in memory.regions)
         self._estimator = CompletionEstimator(
-            memory.layout.num_layers, lambda end: post(partial(publisher.report_end, self._last, end))
+            self._num_layers, lambda end: post(partial(publisher.report_end, self._last, end))
         )
         # On a device a layer is reported when it is launched, from which no end can be estimated.
         self._can_estimate = memory.pool_view is not None
@@ -222,15 +233,15 @@ class PassWatch:
         self._split = [order for order in orders if order.num_parts > 1]
         self._last = [order for order in orders if order.announces_end and self._can_estimate]
         if self._last:
-            self._estimator.begin(sum(len(order.block_ids) for order in orders))
+            self._estimator.begin(sum(len(order.block_ids) for order in orders if order.group == 0))
         return self if self._split or self._last else None
 
     def on_stored(self, num_layers: int) -> None:
         """See LayerWatch."""
         layout = self._memory.layout
-        due = [each for each in self._split if num_layers in split_points(layout.num_layers, each.num_parts)]
+        due = [each for each in self._split if num_layers in split_points(self._num_layers, each.num_parts)]
         if due:
-            computed = self._memory.mark_computed()
+            computed = mark_computed(self._memory)
             num_bytes = layout.block_bytes // layout.num_layers * num_layers
             for order in due:
                 self._post(partial(self._publisher.publish_layers, order, num_bytes, computed))
@@ -252,9 +263,15 @@ class PassWatch:
     def _publish(self, orders: Sequence[PublishOrder]) -> None:
         """Publish orders once the device has computed everything that was launched before."""
         if orders:
-            computed = self._memory.mark_computed()
+            computed = mark_computed(self._memory)
             for order in orders:
                 self._post(partial(self._publisher.publish, order, computed))
+
+
+def mark_computed(memory: KVMemory) -> Computed:
+    """Return what waits for everything that was launched before, in all regions: a step works on one stream."""
+    marks = [region.mark_computed() for region in memory.regions]
+    return marks[0]
 
 
 @cache

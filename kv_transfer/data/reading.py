@@ -102,16 +102,16 @@ class BlockReader:
         self.silences = Silences()
         counters.add("transfer_digest_mismatches_total", 0)
 
-    def start(self, memory: KVMemory, views: DigestViews) -> None:
-        """Read into this pool; called once, before anything is read."""
-        self._memory = memory
+    def start(self, memory: KVMemory, views: Sequence[DigestViews]) -> None:
+        """Read into this pool, and its further regions; called once, before anything is read. views: of each region."""
+        self._regions = memory.regions
         self._views = views
 
     def read(self, job: PullJob) -> Copied:
         """Read and verify the blocks of a job that needs no conversion."""
         if job.ahead is not None and job.ahead.is_of_use:
             return self._read_rest(job, job.ahead)
-        views = write_views(self._memory, job.block_ids, read=job.read)
+        views = write_views(self._regions[job.group], job.block_ids, read=job.read)
         return self.read_share(job, job.shares[0], job.first_block, views)
 
     def read_share(self, job: PullJob, share: Share, first_block: int, views: Sequence[memoryview]) -> Copied:
@@ -120,12 +120,12 @@ class BlockReader:
         grants = grants_within(job.grants, first_block, first_block + len(views))
         of_rank = tuple(grant for grant in grants if grant.rank == share.rank)
         algorithm = job.source.digest
-        contents = self._views.of(views) if algorithm == XXH3_64 else views
+        contents = self._views[job.group].of(views) if algorithm == XXH3_64 else views
 
         def digest(start: int, end: int) -> tuple[int, ...]:
             return digests_of(algorithm, contents[start:end], job.seeds[offset + start : offset + end])
 
-        request = ReadRequest(job.name, first_block, len(views), of_rank)
+        request = ReadRequest(job.name, first_block, len(views), of_rank, group=job.group)
         return self._read_verified(job, share, request, views, digest)
 
     def read_ahead(self, job: PullJob) -> ev.ReadAheadOver:
@@ -136,15 +136,16 @@ class BlockReader:
         ahead = job.ahead
         if job.part is None or ahead is None:
             raise InternalError("a read ahead lacks its part")
-        is_last = job.part.start_byte + job.part.num_bytes >= self._memory.layout.block_bytes
+        memory = self._regions[job.group]
+        is_last = job.part.start_byte + job.part.num_bytes >= memory.layout.block_bytes
         # Each read stops the pass that computes on the same device, so this part is read together with the next one.
         if not is_last and self._receiver.traits.is_on_our_device(job.source):
             return ev.ReadAheadOver(None)
         part = ahead.up_to(job.part)
         if not ahead.goes_on_with(job.first_block, len(job.block_ids), part.start_byte):
             return ev.ReadAheadOver(None)
-        views = write_views(self._memory, job.block_ids, part, job.read)
-        request = ReadRequest(job.name, job.first_block, len(views), job.grants, part)
+        views = write_views(memory, job.block_ids, part, job.read)
+        request = ReadRequest(job.name, job.first_block, len(views), job.grants, part, job.group)
 
         def digest(start: int, end: int) -> None:
             if not _is_left_to_device(job, views):
@@ -162,8 +163,8 @@ class BlockReader:
             logger.debug("reading ahead for %s failed: %s", job.key, error.message)
             return ev.ReadAheadOver(None)
         ahead.note_read(part.num_bytes, is_digested=not _is_left_to_device(job, views))
-        if ahead.num_read == self._memory.layout.block_bytes and (arrived := ahead.undigested):
-            ahead.digests.go_on(read_views(self._memory, job.block_ids, arrived))
+        if ahead.num_read == memory.layout.block_bytes and (arrived := ahead.undigested):
+            ahead.digests.go_on(read_views(memory, job.block_ids, arrived))
             ahead.num_digested = ahead.num_read
         return ev.ReadAheadOver((landing.begin, time.monotonic()))
 
@@ -171,17 +172,18 @@ class BlockReader:
         """Read and verify blocks whose first bytes, or all bytes, were read ahead."""
         offset = job.first_block - ahead.first_block
         undigested = ahead.undigested
-        arrived = [] if undigested is None else read_views(self._memory, job.block_ids, undigested)
-        num_missing = self._memory.layout.block_bytes - ahead.num_read
+        memory = self._regions[job.group]
+        arrived = [] if undigested is None else read_views(memory, job.block_ids, undigested)
+        num_missing = memory.layout.block_bytes - ahead.num_read
         part = BlockPart(ahead.num_read, num_missing) if num_missing else None
-        views = [] if part is None else write_views(self._memory, job.block_ids, part, job.read)
+        views = [] if part is None else write_views(memory, job.block_ids, part, job.read)
 
         def digest(start: int, end: int) -> tuple[int, ...]:
             ahead.digests.go_on(arrived[start:end], offset + start)
             ahead.digests.go_on(views[start:end], offset + start)
             return ahead.digests.values(offset + start, offset + end)
 
-        request = ReadRequest(job.name, job.first_block, len(job.block_ids), job.grants, part)
+        request = ReadRequest(job.name, job.first_block, len(job.block_ids), job.grants, part, job.group)
         return self._read_verified(job, job.shares[0], request, views, digest)
 
     def _read_verified(

@@ -4,6 +4,7 @@ A sender announces blocks by one algorithm, which the handshake names. ``xxh3_64
 computed on a device, too, by many threads at once, and in host memory with the same result (``native/fold.c``).
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,7 @@ import xxhash
 
 from contract.block_hash import all_block_hashes
 from contract.errors import TransferError
+from contract.layout import Side
 from contract.requests import EngineRequest
 from kv_transfer.native.folding import WORD_BYTES, fold_words
 
@@ -33,10 +35,19 @@ class Share(msgspec.Struct, frozen=True):
     digests: tuple[int, ...]
 
 
-def digest_seeds(request: EngineRequest, model_fingerprint: str, block_size: int) -> list[int]:
-    """Return one seed per block of the prompt, from the block's hash: right bytes of a wrong prompt fail too."""
-    hashes = all_block_hashes(request.hash_root(model_fingerprint), request.prompt_token_ids, block_size)
-    return [int.from_bytes(block_hash[:8], "little") for block_hash in hashes]
+def digest_seeds(request: EngineRequest, model_fingerprint: str, side: Side) -> list[int]:
+    """Return one seed per block of the transfer, from the block's hash: right bytes of a wrong prompt fail too.
+
+    Groups after the first add their names, so a block of another group at the same place fails.
+    """
+    tokens = request.prompt_token_ids
+    hashes = all_block_hashes(request.hash_root(model_fingerprint), tokens, side.layout.block_size)
+    first, *others = side.places_to_send(len(tokens))
+    chosen = hashes[first.start : first.stop]
+    for name, places in zip(side.group_names[1:], others, strict=True):
+        named = (hashes[place] + name.encode() for place in places)
+        chosen += [hashlib.blake2b(each, digest_size=8).digest() for each in named]
+    return [int.from_bytes(block_hash[:8], "little") for block_hash in chosen]
 
 
 class RunningDigests(ABC):

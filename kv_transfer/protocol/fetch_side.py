@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -60,7 +61,8 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     blocks up to here are cached or posted. num_posted: jobs posted to the data thread that are not terminal. num_verified:
     blocks after the cached ones, up to the first that is not verified. copies: (begin, end) of each copy. retry_steps: those
     that were taken, in order. ahead: (first block, bytes) of blocks of which so many bytes were posted before they were
-    announced. is_published: PUBLISHED was reported. is_retrying: a read has failed; another will be posted once all posted
+    announced. missing: the ranges (first, end) that the cache lacks, each of one group of layers; known with ``block_ids``.
+    is_published: PUBLISHED was reported. is_retrying: a read has failed; another will be posted once all posted
     ones are terminal. is_visible: the verified blocks are visible to the device.
     """
 
@@ -69,6 +71,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     num_announced: int = 0
     block_ids: tuple[int, ...] = ()
     num_cached: int = 0
+    missing: tuple[tuple[int, int], ...] = ()
     num_pulled: int = 0
     num_posted: int = 0
     num_landed: int = 0
@@ -199,8 +202,15 @@ def on_sender_failed(fetch: Fetch, kind: str, message: str) -> FetchStep:
     return _fail(fetch, kind, message)
 
 
-def reserve(fetch: Fetch, block_ids: tuple[int, ...], num_cached: int) -> FetchStep:
-    """Read into these blocks: the scheduler called ``receive_into``."""
+def reserve(
+    fetch: Fetch,
+    block_ids: tuple[int, ...],
+    num_cached: int,
+    missing: tuple[tuple[int, int], ...] | None = None,
+) -> FetchStep:
+    """Read into these blocks: the scheduler called ``receive_into``. missing: None: all behind ``num_cached`` first ones."""
+    if missing is None:
+        missing = ((num_cached, fetch.num_blocks),) if num_cached < fetch.num_blocks else ()
     if len(block_ids) != fetch.num_blocks or not 0 <= num_cached <= fetch.num_blocks:
         raise ImpossibleEventError(
             f"{len(block_ids)} blocks reserved, {num_cached} cached; the prompt has {fetch.num_blocks}"
@@ -209,21 +219,34 @@ def reserve(fetch: Fetch, block_ids: tuple[int, ...], num_cached: int) -> FetchS
         _enter(fetch, FetchState.RESERVED),
         block_ids=block_ids,
         num_cached=num_cached,
-        num_pulled=num_cached,
+        missing=missing,
+        num_pulled=missing[0][0] if missing else fetch.num_blocks,
     )
     return _pull(fetch)
 
 
 def _pull(fetch: Fetch) -> FetchStep:
-    """Post a read of the blocks that are announced, missing and not posted yet."""
-    first = fetch.num_pulled
-    end = fetch.num_announced
-    if not fetch.block_ids or end <= first or fetch.is_retrying:
+    """Post a read of the blocks that are announced, missing and not posted yet, for each group that has some."""
+    orders: list[ev.FetchAction] = []
+    if not fetch.is_retrying:
+        for first, end in fetch.missing:
+            start = max(first, fetch.num_pulled)
+            if start < (stop := min(end, fetch.num_announced)):
+                orders.append(ev.PullBlocks(start, fetch.block_ids[start:stop]))
+    if not orders:
         return _settle(fetch)
     if fetch.state is FetchState.RESERVED:
         fetch = _enter(fetch, FetchState.MOVING)
-    order = ev.PullBlocks(first, fetch.block_ids[first:end])
-    return replace(fetch, num_pulled=end, num_posted=fetch.num_posted + 1), [order]
+    return replace(fetch, num_pulled=fetch.num_announced, num_posted=fetch.num_posted + len(orders)), orders
+
+
+def _end_of(fetch: Fetch, num_missing: int) -> int:
+    """Return the first block behind the first ``num_missing`` ones that the cache lacks."""
+    for first, end in fetch.missing:
+        if num_missing <= end - first:
+            return first + num_missing
+        num_missing -= end - first
+    return fetch.num_blocks
 
 
 def _settle(fetch: Fetch) -> FetchStep:
@@ -236,7 +259,8 @@ def _settle(fetch: Fetch) -> FetchStep:
     if fetch.state is not FetchState.LANDED or fetch.num_verified < missing:
         return fetch, []
     fetch = replace(_enter(fetch, FetchState.VERIFIED), num_posted=fetch.num_posted + 1)
-    return fetch, [ev.CommitBlocks(fetch.block_ids[fetch.num_cached :])]
+    missing_ids = [fetch.block_ids[first:end] for first, end in fetch.missing]
+    return fetch, [ev.CommitBlocks(tuple(chain.from_iterable(missing_ids)))]
 
 
 def _on_piece_landed(fetch: Fetch, event: ev.PieceLanded) -> FetchStep:
@@ -279,7 +303,7 @@ def _read_again(fetch: Fetch) -> FetchStep:
         is_retrying=False,
         ahead=(),
         num_landed=num_verified,
-        num_pulled=fetch.num_cached + num_verified,
+        num_pulled=_end_of(fetch, num_verified),
     )
     fetch, actions = _pull(fetch)
     return fetch, [fetch.retry_steps[-1], *actions]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
+from contract.cache_layout import CacheGroup, GroupedSide
 from contract.decoding import shown
 from contract.errors import (
     ErrorKind,
@@ -158,6 +159,7 @@ class Dialing:
             me.side.num_ranks,
             DIGESTS,
             _copied_heads(me.side),
+            _groups(me.side),
         )
         return self._transcript.proved(_PROVE, unproved)
 
@@ -263,6 +265,7 @@ class Accepting:
             me.side.num_ranks,
             digest,
             num_kv_heads=_copied_heads(me.side),
+            groups=_groups(me.side),
         )
         welcome = self._transcript.proved(_WELCOME, unproved)
         self.session = Session(
@@ -281,10 +284,17 @@ def _copied_heads(side: Side) -> int | UnsetType:
     return side.num_kv_heads if side.has_copies else UNSET
 
 
+def _groups(side: Side) -> tuple[CacheGroup, ...] | UnsetType:
+    return side.layers if isinstance(side, GroupedSide) else UNSET
+
+
 def _side(of: Prove | Welcome, who: str) -> Side:
     """Return the peer's side. Raises IncompatiblePeerError for heads that its ranks do not hold."""
     try:
-        return Side(of.layout, of.num_ranks, 0 if of.num_kv_heads is UNSET else of.num_kv_heads)
+        num_kv_heads = 0 if of.num_kv_heads is UNSET else of.num_kv_heads
+        if of.groups is UNSET:
+            return Side(of.layout, of.num_ranks, num_kv_heads)
+        return GroupedSide.of(of.groups, of.num_ranks, num_kv_heads)
     except ValueError as error:
         raise IncompatiblePeerError(f"{who} describes its KV wrongly: {error}") from error
 

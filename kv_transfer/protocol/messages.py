@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from contract.cache_layout import CacheGroup
 from contract.decoding import Count, Positive, Unsigned, decode_outside, msgpack_decoder
 from contract.errors import TransferError
 from contract.layout import KVLayout
@@ -26,6 +27,7 @@ from kv_transfer.protocol.reads import RangeGrant
 TRANSFER_PROTOCOL_MIN = 9
 TRANSFER_PROTOCOL_MAX = 9
 MAX_HANDSHAKE_BYTES = 65536
+Groups = Annotated[tuple[CacheGroup, ...], msgspec.Meta(min_length=1)]
 Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 # At most 0, but for rounding.
 _MOST_LOGPROB = 1e-3
@@ -75,7 +77,8 @@ class Prove(Message, frozen=True, tag="prove"):
 
     layout: of one rank. transports: those that it can read over, best first. timeout_seconds: after so long a silence the
     peer is dead. digests: the algorithms that it can verify blocks by. num_kv_heads: of the model, if ranks hold the same
-    ones; else it is not sent, and proofs are those of peers without the field.
+    ones; else it is not sent, and proofs are those of peers without the field. groups: of layers, if not each layer keeps
+    all tokens; ``layout`` is the first one's then.
     """
 
     proof: str
@@ -86,12 +89,13 @@ class Prove(Message, frozen=True, tag="prove"):
     num_ranks: Positive = 1
     digests: tuple[str, ...] = (XXH3_64,)
     num_kv_heads: Positive | UnsetType = UNSET
+    groups: Groups | UnsetType = UNSET
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
     """The link is up. protocol: the version that both use. offers: where the blocks are read, best first.
 
-    digest: the algorithm by which blocks are announced. num_kv_heads: see ``Prove``.
+    digest: the algorithm by which blocks are announced. num_kv_heads, groups: see ``Prove``.
     """
 
     protocol: Count
@@ -103,6 +107,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     digest: str = XXH3_64
     proof: str = ""
     num_kv_heads: Positive | UnsetType = UNSET
+    groups: Groups | UnsetType = UNSET
 
 
 class Refused(Message, frozen=True, tag="refused"):

@@ -17,7 +17,7 @@ class PublishOrder(msgspec.Struct, frozen=True):
     first_block: index of ``block_ids[0]`` in the transfer. seeds: of the blocks' digests. num_parts: number of groups of
     layers that are made readable one by one while the pass runs; 1: all at its end. announces_end: this is the last range,
     and the receiver should get an estimate of when it will be complete. is_computed: the pass computes none of the blocks,
-    which are published before it.
+    which are published before it. group: of layers, in which all of them are.
     """
 
     key: str
@@ -28,6 +28,12 @@ class PublishOrder(msgspec.Struct, frozen=True):
     num_parts: int = 1
     announces_end: bool = False
     is_computed: bool = False
+    group: int = 0
+
+    @property
+    def end_block(self) -> int:
+        """The first block of the transfer behind these."""
+        return self.first_block + len(self.block_ids)
 
 
 class TransferMetadata(msgspec.Struct, frozen=True):
@@ -39,7 +45,8 @@ class TransferMetadata(msgspec.Struct, frozen=True):
 class Conversion(msgspec.Struct, frozen=True):
     """Blocks of ours that are made from the sender's: ``first_block``..``end_block`` - 1 of a prompt of ``num_tokens``.
 
-    our_rank: the rank whose share of the heads is made.
+    our_rank: the rank whose share of the heads is made. offset: the number in the transfer of a sender's block, less its
+    place in the prompt.
     """
 
     plan: TransferPlan
@@ -47,6 +54,7 @@ class Conversion(msgspec.Struct, frozen=True):
     end_block: int
     num_tokens: int
     our_rank: int = 0
+    offset: int = 0
 
     @property
     def source_bytes(self) -> int:
@@ -112,7 +120,7 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
     first_block, shares, seeds, grants: by the sender's blocks. conversion: None if those are ours, one for one.
     shares: the digests of each rank of the sender that is read, in order. grants: of all of them. ahead: the part of these
     blocks that was read before; is_here: it is all of them, and no read of it is open: verify only. part: read this part
-    ahead of the digests, which are not there yet, and verify nothing.
+    ahead of the digests, which are not there yet, and verify nothing. group: of layers, in which all blocks are.
     """
 
     key: str
@@ -128,13 +136,14 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
     ahead: Ahead | None = None
     part: BlockPart | None = None
     is_here: bool = False
+    group: int = 0
 
     @property
     def only_request(self) -> ReadRequest | None:
         """The request of the only fetch that the job makes; None if it makes several, or decides that when it begins."""
         if self.conversion is not None or self.ahead is not None or self.part is not None:
             return None
-        return ReadRequest(self.name, self.first_block, len(self.block_ids))
+        return ReadRequest(self.name, self.first_block, len(self.block_ids), group=self.group)
 
     def in_rank(self, our_rank: int) -> "PullJob":
         """Return what one of our ranks has to read: its own share of the heads."""

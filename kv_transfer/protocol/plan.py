@@ -1,7 +1,8 @@
 """The plan by which a peer's blocks become ours if the two sides cut the KV differently. No bytes, no I/O.
 
 A plan is made once per peer pair, at the handshake. *Their* blocks are the sender's, *our* blocks the receiver's. Both
-sides number a transfer's blocks from 0 at the prompt's first token.
+sides number a transfer's blocks from 0 at the prompt's first token; those of a further group of layers come behind those
+of the one before, from the first block that is handed over of it (``Section``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,24 @@ class TransferPlan:
     def is_direct(self) -> bool:
         """True if their blocks equal ours byte by byte (rank by rank), so that they are read straight into the pool."""
         return self.ours == self.theirs
+
+    @cached_property
+    def groups(self) -> "tuple[TransferPlan, ...]":
+        """The plan of each group of layers; this one if each layer keeps all tokens."""
+        pairs = zip(self.ours.groups, self.theirs.groups, strict=True)
+        return tuple(TransferPlan(ours, theirs) for ours, theirs in pairs)
+
+    def sections(self, num_tokens: int) -> "tuple[Section, ...]":
+        """Return where the blocks of each group are in the transfer of a prompt."""
+        sections = []
+        first = their_first = 0
+        ours = self.ours.places_to_send(num_tokens)
+        theirs = self.theirs.places_to_send(num_tokens)
+        for group, (plan, places, their_places) in enumerate(zip(self.groups, ours, theirs, strict=True)):
+            sections.append(Section(group, plan, places, first, their_places, their_first))
+            first += len(places)
+            their_first += len(their_places)
+        return tuple(sections)
 
     def describe(self) -> str:
         """Describe what is converted, as "block_size 16 → 32, dtype bfloat16 → float32"; empty for a direct plan."""
@@ -108,6 +127,36 @@ class TransferPlan:
         return num_reads * self.theirs.layout.block_bytes
 
 
+@dataclass(frozen=True)
+class Section:
+    """The blocks of one group of layers in a transfer. Places count from the prompt's first token, numbers in the transfer.
+
+    places, their_places: those that are handed over. first, their_first: the number of the first of them.
+    """
+
+    group: int
+    plan: TransferPlan
+    places: range
+    first: int
+    their_places: range
+    their_first: int
+
+    @property
+    def end(self) -> int:
+        """The number of the first block behind ours."""
+        return self.first + len(self.places)
+
+    def num_covered(self, num_their_blocks: int, num_tokens: int) -> int:
+        """Return how many of our first blocks are within the sender's first ``num_their_blocks`` of the transfer."""
+        num_theirs = num_their_blocks - self.their_first
+        if num_theirs >= len(self.their_places):
+            return len(self.places)
+        covered = (
+            self.plan.num_covered(self.their_places.start + num_theirs, num_tokens) if num_theirs > 0 else 0
+        )
+        return max(0, covered - self.places.start)
+
+
 def head_sources(
     num_kv_heads: int, num_ours: int, our_rank: int, num_theirs: int
 ) -> Iterator[tuple[int, range]]:
@@ -164,13 +213,14 @@ def terms_between(ours: Side, our_fingerprint: str, theirs: Side, their_fingerpr
 class AnnouncedBlocks:
     """Owns the digests that the sender announced, by its blocks and ranks. Not thread-safe.
 
-    seeds: one per block that the prompt has on the sender's side.
+    seeds: one per block that the transfer has on the sender's side. sections: see ``Section``.
     """
 
     def __init__(self, terms: PeerTerms, num_tokens: int, seeds: Sequence[int]) -> None:
         self.terms = terms
         self.plan = terms.plan
         self.num_tokens = num_tokens
+        self.sections = terms.plan.sections(num_tokens)
         self._seeds = tuple(seeds)
         self._digests: list[list[int]] = [[] for _ in range(self.plan.theirs.num_ranks)]
 
@@ -192,10 +242,10 @@ class AnnouncedBlocks:
                 f"the sender announced {len(digests)} blocks of rank 0, and not as many of each other rank:"
                 f" it has {self.plan.theirs.num_ranks} ranks"
             )
-        before = self.plan.num_covered(known, self.num_tokens)
+        before = self._num_covered(known)
         for announced, each in zip(self._digests, by_rank, strict=True):
             announced.extend(each)
-        return range(before, self.plan.num_covered(known + len(digests), self.num_tokens))
+        return range(before, self._num_covered(known + len(digests)))
 
     def check_end(self, num_blocks: int) -> None:
         """Raise TransferError unless the transfer has ``num_blocks`` blocks and all were announced."""
@@ -206,13 +256,25 @@ class AnnouncedBlocks:
                 f" the prompt has {len(self._seeds)} blocks there"
             )
 
-    def sources_of(self, our_first: int, our_end: int) -> tuple[range, tuple[int, ...], tuple[Share, ...]]:
-        """Return the sender's blocks to read for these blocks of ours, which are complete; their seeds and digests.
+    def section_of(self, our_first: int) -> Section:
+        """Return the section of a block of ours."""
+        return next(section for section in self.sections if our_first < section.end)
 
-        The digests are those of the ranks that are read.
+    def sources_of(self, our_first: int, our_end: int) -> tuple[range, tuple[int, ...], tuple[Share, ...]]:
+        """Return the sender's blocks to read for these blocks of ours, which are complete and of one group.
+
+        And their seeds and digests: those of the ranks that are read.
         """
-        blocks = self.plan.source_blocks(our_first, our_end, self.num_tokens)
+        section = self.section_of(our_first)
+        to_place = section.places.start - section.first
+        places = section.plan.source_blocks(our_first + to_place, our_end + to_place, self.num_tokens)
+        to_number = section.their_first - section.their_places.start
+        blocks = range(places.start + to_number, places.stop + to_number)
         chosen = slice(blocks.start, blocks.stop)
         read = sorted(self.plan.read_ranks)
         shares = tuple(Share(rank, tuple(self._digests[rank][chosen])) for rank in read)
         return blocks, self._seeds[chosen], shares
+
+    def _num_covered(self, num_their_blocks: int) -> int:
+        """Return how many of our first blocks are within the sender's first ``num_their_blocks``."""
+        return sum(section.num_covered(num_their_blocks, self.num_tokens) for section in self.sections)

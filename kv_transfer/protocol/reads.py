@@ -112,7 +112,7 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The blocks ``first_block``..``end_block`` - 1 of a lease, by their index in it.
 
     grants: of the ranges that these blocks are in, in order and without a gap; not sent to the sender.
-    part: of each block; None is all of it.
+    part: of each block; None is all of it. group: of layers, in which all of them are.
     """
 
     name: LeaseName
@@ -120,6 +120,7 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     num_blocks: Positive
     grants: tuple[RangeGrant, ...] = ()
     part: BlockPart | None = None
+    group: Count = 0
 
     @property
     def end_block(self) -> int:
@@ -134,7 +135,8 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         step = blocks_per_piece(num_bytes)
         for start in range(0, self.num_blocks, step):
             size = min(step, self.num_blocks - start)
-            yield start, ReadRequest(self.name, self.first_block + start, size, part=self.part)
+            first = self.first_block + start
+            yield start, ReadRequest(self.name, first, size, part=self.part, group=self.group)
 
     def within(self, num_lent: int, base: int = 0) -> slice:
         """Return where these blocks are among ``num_lent`` lent blocks from ``base`` on. Raises StaleLeaseError."""

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.errors import TransferError
-from engine.connector import DevicePool, HostParts, HostRow, KVMemory
+from engine.connector import KVMemory
+from engine.device_pool import DevicePool, HostParts, HostRow
 from kv_transfer.native.folding import WORD_BYTES, fold_words
 from kv_transfer.protocol.digests import FoldableViews, Numbers, fold_in_host_memory
 from kv_transfer.protocol.reads import BlockPart, Read
@@ -315,6 +316,12 @@ def write_views(
 def view_bytes_of(views: Sequence[memoryview]) -> int:
     """Return the size of each of the views, which are equal, without making one where possible."""
     return views.view_bytes if isinstance(views, FoldableViews) else views[0].nbytes
+
+
+def check_group(group: int, num_groups: int, who: str) -> None:
+    """Raise TransferError for a group of layers that ``who`` does not have."""
+    if group >= num_groups:
+        raise TransferError(f"{who} has {num_groups} groups of layers, and no number {group}")
 
 
 def check_sizes(views: Sequence[memoryview], num_bytes: int, who: str) -> None:

@@ -33,11 +33,28 @@ from kv_transfer.transports.block_views import BlockViews, address_of, read_view
 
 
 @dataclass
-class _Lease:
-    """Lent blocks. views: of a flat pool. interrupts: one per reader. num_revokes: calls that wait for the readers."""
+class Lent:
+    """Blocks of one region that are lent, from block ``first`` of the lease on. views: of a flat pool."""
 
+    region: KVMemory
+    first: int
     block_ids: npt.NDArray[np.int64]
     views: BlockViews | None = None
+
+    def extend(self, block_ids: Sequence[int]) -> None:
+        """Lend more blocks of this region."""
+        self.block_ids = np.concatenate([self.block_ids, block_ids], dtype=np.int64)
+        if self.region.pool_view is not None:
+            pool = self.region.pool_view.toreadonly()
+            self.views = BlockViews(pool, self.region.layout.block_bytes, self.block_ids)
+            self.views.keep_addresses()
+
+
+@dataclass
+class _Lease:
+    """Lent blocks, region by region. interrupts: one per reader. num_revokes: calls that wait for the readers."""
+
+    lent: list[Lent] = field(default_factory=list)
     interrupts: list[Callable[[], None]] = field(default_factory=list)
     num_revokes: int = 0
 
@@ -57,15 +74,15 @@ class LeaseBook:
         """Lend from this pool; called once, before ``extend``."""
         self._memory = memory
 
-    def extend(self, name: LeaseName, block_ids: Sequence[int]) -> None:
-        """Make ``block_ids`` readable as the next blocks of this lease."""
+    def extend(self, name: LeaseName, block_ids: Sequence[int], group: int = 0) -> None:
+        """Make ``block_ids``, of this group of layers, readable as the next blocks of this lease."""
+        region = self._memory if group == 0 else self._memory.regions[group]
         with self._lock:
-            lease = self._leases.setdefault(name, _Lease(np.zeros(0, np.int64)))
-            lease.block_ids = np.concatenate([lease.block_ids, block_ids], dtype=np.int64)
-            if self._memory.pool_view is not None:
-                pool = self._memory.pool_view.toreadonly()
-                lease.views = BlockViews(pool, self._memory.layout.block_bytes, lease.block_ids)
-                lease.views.keep_addresses()
+            lease = self._leases.setdefault(name, _Lease())
+            if not lease.lent or lease.lent[-1].region is not region:
+                first = lease.lent[-1].first + len(lease.lent[-1].block_ids) if lease.lent else 0
+                lease.lent.append(Lent(region, first, np.zeros(0, np.int64)))
+            lease.lent[-1].extend(block_ids)
 
     def revoke(self, name: LeaseName) -> None:
         """End the lease and interrupt its readers; call ``on_idle`` once for each call, as soon as it has no reader."""
@@ -98,11 +115,11 @@ class LeaseBook:
         finally:
             self._end(request.name, lease, interrupt)
 
-    def block_ids(self, request: ReadRequest) -> npt.NDArray[np.int64]:
-        """Return the pool's blocks that are requested, under a lease that is valid now. Raises StaleLeaseError."""
+    def block_ids(self, request: ReadRequest) -> tuple[KVMemory, npt.NDArray[np.int64]]:
+        """Return the region and its blocks that are requested, under a lease that is valid now. Raises StaleLeaseError."""
         with self._lock:
-            lent = self._valid(request.name).block_ids
-        return lent[request.within(len(lent))]
+            lent = lent_for(self._valid(request.name), request)
+            return lent.region, lent.block_ids[request.within(len(lent.block_ids), lent.first)]
 
     def check(self, name: LeaseName) -> None:
         """Raise StaleLeaseError unless the lease is valid now."""
@@ -123,11 +140,12 @@ class LeaseBook:
 
     def _views(self, lease: _Lease, request: ReadRequest) -> Sequence[memoryview]:
         with self._lock:  # ``extend`` may go on meanwhile
-            wanted = request.within(len(lease.block_ids))
-            block_ids = lease.block_ids[wanted]
-            if lease.views is not None and request.part is None:
-                return lease.views[wanted]
-        return read_views(self._memory, block_ids, request.part)
+            lent = lent_for(lease, request)
+            wanted = request.within(len(lent.block_ids), lent.first)
+            block_ids = lent.block_ids[wanted]
+            if lent.views is not None and request.part is None:
+                return lent.views[wanted]
+        return read_views(lent.region, block_ids, request.part)
 
     def _end(self, name: LeaseName, lease: _Lease, interrupt: Callable[[], None]) -> None:
         with self._lock:
@@ -137,6 +155,12 @@ class LeaseBook:
             self._leases.pop(name, None)
         for _ in range(lease.num_revokes):
             self._on_idle(name)
+
+
+def lent_for(lease: _Lease, request: ReadRequest) -> Lent:
+    """Return the region's blocks among which the request begins, if it is for any; a valid lease has some."""
+    before = (each for each in reversed(lease.lent) if each.first <= request.first_block)
+    return next(before, lease.lent[0])
 
 
 class Sessions:
@@ -225,8 +249,11 @@ class GenerationTable:
         self._slots: dict[LeaseName, int] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, 0, -1))
 
-    def extend(self, name: LeaseName, block_ids: Sequence[int]) -> bytes:
-        """Return a grant of ``block_ids`` under this lease. Raises TransferError if no slot is free."""
+    def extend(self, name: LeaseName, block_ids: Sequence[int], group: int = 0) -> bytes:
+        """Return a grant of ``block_ids`` under this lease. Raises TransferError if no slot is free.
+
+        group: of layers; a reader derives it from the numbers of the blocks.
+        """
         with self._lock:
             slot = self._slots.get(name)
             if slot is None:
@@ -282,13 +309,13 @@ class Sender(ABC):
     def start(self, memory: KVMemory) -> None:
         """Lend from this pool; called once, before ``publish``."""
 
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
-        """Append ``block_ids`` to the blocks that may be read under this lease.
+    def publish(self, name: LeaseName, block_ids: Sequence[int], group: int = 0) -> bytes | None:
+        """Append ``block_ids``, of this group of layers, to the blocks that may be read under this lease.
 
         Returns a grant, by which a receiver reads them without a request (at most MAX_GRANT_BYTES, see
         ``RangeGrant``), or None.
         """
-        return self.leases.extend(name, block_ids)
+        return self.leases.extend(name, block_ids, group)
 
     def release(self, name: LeaseName) -> None:
         """Start no more reads of this lease and end running ones; call ``on_idle(name)`` once per call when none runs."""

@@ -176,9 +176,11 @@ class Senders:
         for sender in self._senders.values():
             sender.start(memory)
 
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> tuple[tuple[str, bytes], ...]:
+    def publish(
+        self, name: LeaseName, block_ids: Sequence[int], group: int = 0
+    ) -> tuple[tuple[str, bytes], ...]:
         """Append blocks to the lease on every offered sender; return (transport, grant) of those that return a grant."""
-        granted = [(each, sender.publish(name, block_ids)) for each, sender in self._offered()]
+        granted = [(each, sender.publish(name, block_ids, group)) for each, sender in self._offered()]
         return tuple((each, grant) for each, grant in granted if grant is not None)
 
     def release(self, name: LeaseName) -> None:

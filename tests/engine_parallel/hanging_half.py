@@ -48,9 +48,15 @@ class StuckMemory:
     memfd = None
     pool_view = None
     device_pool = None
+    start = 0
 
     def __init__(self, memory: KVMemory) -> None:
         self.layout, self.num_blocks, self.write_view = memory.layout, memory.num_blocks, memory.write_view
+
+    @property
+    def regions(self) -> "tuple[StuckMemory]":
+        """See KVMemory."""
+        return (self,)
 
     def read_view(self, block_id: int) -> memoryview:
         """Hang."""

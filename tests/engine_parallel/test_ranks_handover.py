@@ -5,7 +5,7 @@ Ranks are threads here; ``tests/e2e/test_unequal_workers.py`` uses real processe
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from engine.client import InProcessClient
 from engine.compute import runner
 from engine.connecting import Transfers
 from engine.executor import Executor, create_executor
+from engine.kv_cache.sizing import Workload
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.settings import EngineSettings
 from roles.table import STAGES
@@ -62,17 +63,27 @@ def start_with_threads(settings: EngineSettings) -> tuple[Executor, int]:
     return executor, initialize_kv_cache(executor)[0]
 
 
+def start_with_windows(settings: EngineSettings) -> tuple[Executor, int]:
+    """Start an executor whose layers keep what their windows reach."""
+    several = settings.tensor_parallel_size > 1
+    executor: Executor = LocalRanksExecutor(settings) if several else create_executor(settings)
+    length = executor.model_info.max_model_len
+    workload = Workload(length, settings.max_num_batched_tokens, settings.max_num_seqs)
+    return executor, initialize_kv_cache(executor, workload=workload)[0]
+
+
 @asynccontextmanager
 async def pair_of(
-    prefill: EngineSettings, decode: EngineSettings, transport: str
+    prefill: EngineSettings,
+    decode: EngineSettings,
+    transport: str,
+    start: Callable[[EngineSettings], tuple[Executor, int]] = start_with_threads,
 ) -> AsyncIterator[EnginePair]:
     """Run two engines, joined by real connectors."""
     factories = [transfer_factory(role, None, transport) for role in (Role.PREFILL, Role.DECODE)]
-    sender = await InProcessClient.start(prefill, Transfers(factories[0], STAGES), start=start_with_threads)
+    sender = await InProcessClient.start(prefill, Transfers(factories[0], STAGES), start=start)
     try:
-        receiver = await InProcessClient.start(
-            decode, Transfers(factories[1], STAGES), start=start_with_threads
-        )
+        receiver = await InProcessClient.start(decode, Transfers(factories[1], STAGES), start=start)
         try:
             yield EnginePair(sender, receiver)
         finally:
@@ -159,3 +170,16 @@ async def test_received_kv_comes_back_from_the_tiers_of_all_ranks(model: Path) -
         assert counters["num_preemptions_total"] > 0
         assert counters["kv_tier_loaded_blocks_total{tier=host}"] > 0
         assert counters["kv_tier_failed_blocks_total{tier=host}"] == 0
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+async def test_ranks_hand_over_what_windows_reach(tmp_path: Path, num_prefill: int, num_decode: int) -> None:
+    """Each rank has both groups of layers, and reads its heads of both."""
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    folder = make_checkpoint(tmp_path, "qwen2", seed=3, **windows)
+    asked = [(prompt, GREEDY) for prompt in PROMPTS]
+    prefill, decode = (settings(folder, number) for number in (num_prefill, num_decode))
+    async with pair_of(prefill, decode, "tcp", start_with_windows) as pair:
+        assert [group.window for group in pair.decode.info.groups] == [None, 20]
+        counters = await assert_equals_one_rank(pair, await alone(folder, asked), asked)
+    assert (counters["transfer_converted_blocks_total"] > 0) is (num_prefill != num_decode)

@@ -9,7 +9,19 @@ from contract.block_hash import BlockHash, full_block_hashes, root_hash
 from contract.cache_layout import CacheGroup, CacheLayout
 from contract.layout import KVLayout
 from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool
-from engine.scheduling.blocks.cache_pools import Blocks, CachePools, prefix_match
+from engine.scheduling.blocks.cache_pools import Blocks, CachePools, pool_of, prefix_match
+from engine.scheduling.blocks.lent_blocks import (
+    allocate_each,
+    allocate_to_lend,
+    can_allocate_each,
+    grow_lent,
+    hand_over,
+    plan_received,
+    quarantine,
+    release_quarantine,
+    seen_blocks,
+)
+from engine.scheduling.blocks.window_pool import WindowPool
 from tests.soak_settings import machine_settings
 
 SIZE = 2
@@ -26,7 +38,7 @@ GROUPS = groups_of(None, 6, 3)
 
 
 def pools_of(groups: tuple[CacheGroup, ...], num_blocks: tuple[int, ...]) -> CachePools:
-    return CachePools(groups, [BlockPool(number, SIZE) for number in num_blocks], CHUNK)
+    return CachePools(groups, list(map(pool_of, groups, num_blocks)), CHUNK)
 
 
 def is_seen(group: CacheGroup, place: int, start: int) -> bool:
@@ -99,6 +111,65 @@ def test_a_long_text_needs_a_part_of_its_blocks_in_a_window() -> None:
     assert not pools.can_hold(26, cached)
 
 
+def test_what_was_promised_is_there_whoever_shares_the_blocks() -> None:
+    """Law 4: a lent prompt holds as many blocks as it was promised, also while others keep those that it has left."""
+    pools = pools_of(groups_of(None, 3), (30, 10))
+    chain = full_block_hashes(root_hash("m"), list(range(40)), SIZE)
+    window = pools.pools[1]
+    assert isinstance(window, WindowPool)
+    assert pools.can_hold(20)
+    allocate_to_lend(pools, "lent", 20, 2, pools.empty())
+    assert (pools.first.num_blocks_of("lent"), window.num_blocks_of("lent")) == (20, 2)
+    assert window.num_available_blocks == 9 - 4
+    others = 0
+    for num_blocks in range(2, 21, 2):
+        grow_lent(pools, "lent", num_blocks)
+        pools.enter("lent", num_blocks - 2, chain[num_blocks - 2 : num_blocks])
+        pools.free_behind("lent", num_blocks * SIZE)
+        pools.check_integrity()
+        cached = pools.find_cached(chain[:num_blocks])
+        if pools.can_allocate(0, cached):
+            pools.allocate(f"other-{num_blocks}", 0, cached)
+            others += 1
+    assert others == 5  # as many as there are blocks that are not promised
+    assert window.num_blocks_of("lent") == 20
+    (seen,) = seen_blocks(pools, "lent", 40)
+    assert len(seen) == 1
+    hand_over(pools, "lent", "lease")
+    assert window.num_available_blocks == 9 - 5 - 1
+    pools.check_integrity()
+    pools.free("lease")
+    pools.check_integrity()
+
+
+def test_a_received_prompt_gets_what_its_windows_reach() -> None:
+    """A prompt of 21 tokens, 8 of them cached: all other blocks, and with a window those that the token at 21 sees."""
+    pools = pools_of(groups_of(None, 6), (30, 12))
+    chain = full_block_hashes(root_hash("m"), list(range(8)), SIZE)
+    pools.allocate("a", 4)
+    pools.enter("a", 0, chain)
+    pools.free("a")
+    cached = pools.find_cached(chain)
+    assert [len(own) for own in cached] == [4, 4]
+    heads, numbers = plan_received(pools, 21, cached)
+    assert (len(heads[0]), numbers[0]) == (4, 7)
+    assert (heads[1], numbers[1]) == ([NULL_BLOCK] * 8, 3)
+    assert can_allocate_each(pools, numbers, heads, [4])
+    assert not can_allocate_each(pools, numbers, heads, [4] * 4)
+    full, window = allocate_each(pools, "b", numbers, heads)
+    assert (len(full), len(window)) == (11, 11)
+    assert NULL_BLOCK not in full
+    assert window[:8] == [NULL_BLOCK] * 8
+    assert NULL_BLOCK not in window[8:]
+    quarantine(pools, "b", 4)
+    assert pools.first.is_quarantined("b")
+    pools.check_integrity()
+    assert pools.count_by_state()["quarantined"] == 7 + 3
+    release_quarantine(pools, "b")
+    pools.check_integrity()
+    assert pools.usage == 0.0
+
+
 class CachePoolsMachine(RuleBasedStateMachine):
     """Requests start behind cached prefixes, are computed, grow, separate and end, in any order.
 
@@ -121,12 +192,16 @@ class CachePoolsMachine(RuleBasedStateMachine):
     def free(self, index: int) -> set[int]:
         return set(range(1, NUM_BLOCKS[index])) - self.held(index)
 
+    def has_room(self, index: int, num_new: int, cached: list[int]) -> bool:
+        """Return whether a group has these blocks. Each reference counts where a window frees them one by one."""
+        if GROUPS[index].window is None:
+            return num_new + len(self.free(index) & set(cached)) <= len(self.free(index))
+        references = [block for tables in self.tables.values() for block in tables[index] if block]
+        return num_new + sum(map(bool, cached)) + len(references) < NUM_BLOCKS[index]
+
     def allocate(self, holder: str, num_new: int, cached: Blocks) -> bool:
         """Allocate if the pools can, and compare with the model; return whether they could."""
-        can = all(
-            num_new + len(self.free(index) & set(own)) <= len(self.free(index))
-            for index, own in enumerate(cached)
-        )
+        can = all(self.has_room(index, num_new, own) for index, own in enumerate(cached))
         assert self.pools.can_allocate(num_new, cached) is can
         if not can:
             return False

@@ -1,6 +1,6 @@
 """KV that is asked for before its request is added, and KV that is there as soon as it has blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from contract.layout import Side
 from contract.requests import EngineRequest, ReceiveTransfer
@@ -23,8 +23,14 @@ from tests.fakes.engine.transfer import FakeConnector
 class LandingConnector(FakeConnector):
     """KV has arrived when ``receive_into`` returns, as over memory of the same machine."""
 
-    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
-        super().receive_into(key, block_ids, num_cached_blocks)
+    def receive_into(
+        self,
+        key: str,
+        block_ids: list[int],
+        num_cached_blocks: int,
+        other_groups: Sequence[Sequence[int]] = (),
+    ) -> None:
+        super().receive_into(key, block_ids, num_cached_blocks, other_groups)
         self.land(key)
 
 

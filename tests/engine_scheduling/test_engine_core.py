@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +253,14 @@ class WatchedConnector(FakeConnector):
         super().start_fetch(request)
         self.has_asked.set()
 
-    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
-        super().receive_into(request_id, block_ids, num_cached_blocks)
+    def receive_into(
+        self,
+        key: str,
+        block_ids: list[int],
+        num_cached_blocks: int,
+        other_groups: Sequence[Sequence[int]] = (),
+    ) -> None:
+        super().receive_into(key, block_ids, num_cached_blocks, other_groups)
         self.has_reserved.set()
 
 

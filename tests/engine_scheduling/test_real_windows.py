@@ -1,15 +1,17 @@
 """Engines on a real model whose layers keep the KV of different tokens, and engines in which each layer keeps all."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from contract.layout import Side
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from engine.connecting import Transfers
+from engine.connector import ConnectorPair
 from engine.core import EngineCore
 from engine.settings import EngineSettings
 from roles.table import STAGES
@@ -95,15 +97,20 @@ def test_the_same_memory_holds_longer_texts(model: Path) -> None:
     assert sum(counts.values()) == sum(grouped.core.info.group_blocks)
 
 
-def test_with_a_connector_or_a_tier_each_layer_keeps_all_tokens(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Both have one kind of blocks; the log has the reason."""
+def test_with_a_tier_each_layer_keeps_all_tokens(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has one kind of blocks; the log has the reason. A connector gets the blocks of both groups."""
     caplog.set_level(logging.INFO, logger="engine.kv_cache.startup")
     settings = EngineSettings(model=model, **CRAMPED, kv_cache_bytes=1 << 20)
-    core = EngineCore(settings, Transfers(fake_connector_factory, STAGES))
-    assert core.info.groups == ()
-    assert "all tokens: a connector hands over one kind of blocks" in caplog.text
+    sides = []
+
+    def connect(side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+        sides.append(side)
+        return fake_connector_factory(side, fingerprint, wake)
+
+    core = EngineCore(settings, Transfers(connect, STAGES))
+    assert [group.window for group in core.info.groups] == [None, 6]
+    assert sides == [core.info.side]
+    assert sides[0].group_names == ("layers 0: full", "layers 1: window of 6 tokens")
     core.close()
     core = EngineCore(EngineSettings(model=model, **CRAMPED, kv_cache_bytes=1 << 20, host_kv_bytes=1 << 16))
     assert core.info.groups == ()

@@ -130,7 +130,7 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     engine.connector.publish_peer(key)
     engine.run()
     assert request.status.name == "WAITING_FOR_REMOTE_KVS"
-    assert engine.pool.num_blocks_of(key) == 3 and engine.connector.fetches[key].block_ids == [1, 2, 3]
+    assert engine.pool.num_blocks_of(key) == 3 and engine.connector.fetches[key].tables[0] == [1, 2, 3]
     engine.connector.land(key)
     engine.scheduler.on_transfers_finished(*engine.connector.rank.get_finished())
     assert request.status.name == "WAITING" and request.num_computed_tokens == 10
@@ -188,7 +188,7 @@ def test_reservation_includes_the_place_of_the_first_token() -> None:
     engine.connector.publish_peer(key)
     engine.step()
     assert engine.pool.num_blocks_of(key) == 3
-    assert engine.connector.fetches[key].block_ids == [1, 2]
+    assert engine.connector.fetches[key].tables[0] == [1, 2]
 
 
 @both_policies

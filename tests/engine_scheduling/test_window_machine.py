@@ -12,9 +12,11 @@ from contract.cache_layout import CacheLayout
 from contract.layout import KVLayout
 from engine.kv_cache.startup import KVCacheConfig
 from engine.scheduling.blocks.block_pool import NULL_BLOCK, blocks_needed
+from engine.scheduling.blocks.lent_blocks import can_allocate_each, plan_received
+from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.request import Request
 from tests.drafting_engines import FreeSteps
-from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+from tests.engine_scheduling.stepping import SEND, SteppedEngine, fake_request
 from tests.engine_scheduling.test_state_machine import SchedulerMachine
 from tests.fakes.engine.fakes import fake_answer
 from tests.soak_settings import machine_settings, soaked
@@ -41,7 +43,10 @@ class MachineOfWindows(SchedulerMachine):
         super().__init__()
         changes = {**self.memory, **self.batching, **self.changes}
         cache = config_of(self.num_blocks)
-        self.engine = SteppedEngine(with_connector=False, cache=cache, max_num_seqs=3, **changes)
+        connected = self.has_connector
+        self.engine = SteppedEngine(
+            with_connector=connected, cache=cache, max_num_seqs=3, remote_kv_timeout_seconds=5.0, **changes
+        )
         self.engine.executor.runs_ahead = self.runs_ahead
         if self.engine.scheduler.batcher.drafting is not None:
             self.engine.scheduler.batcher.drafting.cost = FreeSteps()
@@ -50,12 +55,20 @@ class MachineOfWindows(SchedulerMachine):
     def nothing_is_kept_that_no_window_reaches(self) -> None:
         pools = self.engine.scheduler.pools
         for request in self.engine.scheduler.requests.values():
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                continue
             for group, table in zip(pools.groups, pools.tables_of(request.key), strict=True):
                 num_passed = group.num_passed_blocks(request.num_computed_tokens)
                 assert table.count(NULL_BLOCK) == num_passed or not table
 
     def _fits(self, request: Request) -> bool:
         pools = self.engine.scheduler.pools
+        receiver = self.engine.scheduler.remote_kv.receiver
+        if request is receiver.unserved:
+            heads, numbers = plan_received(
+                pools, request.num_prompt_tokens, pools.find_cached(request.block_hashes)
+            )
+            return can_allocate_each(pools, numbers, heads, [])
         cached = pools.find_cached(request.reusable_hashes)
         return pools.can_hold(blocks_needed(request.num_tokens, SIZE) - len(cached[0]), cached)
 
@@ -63,6 +76,28 @@ class MachineOfWindows(SchedulerMachine):
 TestWindows = MachineOfWindows.TestCase
 TestWindows.settings = machine_settings(60, 50)
 TestWindows.runTest = soaked(TestWindows.runTest)  # type: ignore[method-assign]
+
+
+class MachineOfLentWindows(MachineOfWindows):
+    """Prompts are lent and received, and answers handed off, in both groups; a lent prompt is never short of a block."""
+
+    has_connector = True
+
+
+TestLentWindows = MachineOfLentWindows.TestCase
+TestLentWindows.settings = machine_settings(60, 50)
+TestLentWindows.runTest = soaked(TestLentWindows.runTest)  # type: ignore[method-assign]
+
+
+class MachineOfLentWindowsAlone(MachineOfLentWindows):
+    """No layer keeps all tokens, so nothing is lent before the end of a prompt."""
+
+    num_blocks: ClassVar[dict[int | None, int]] = {9: 11, 3: 8}
+
+
+TestLentWindowsAlone = MachineOfLentWindowsAlone.TestCase
+TestLentWindowsAlone.settings = machine_settings(40, 50)
+TestLentWindowsAlone.runTest = soaked(TestLentWindowsAlone.runTest)  # type: ignore[method-assign]
 
 
 class MachineOfDraftsInWindows(MachineOfWindows):
@@ -143,3 +178,26 @@ def test_a_wait_for_blocks_of_a_window_ends() -> None:
     engine.run()
     for name, prompt in prompts.items():
         assert engine.tokens(f"{name}#0.0") == fake_answer(prompt, 6)
+
+
+def test_a_lent_prompt_is_never_short_of_a_block() -> None:
+    """Law 4: it holds a window and a chunk, and what it leaves is its own again, while answers take all that is free."""
+    prompt = [token % 7 for token in range(40)]
+    cache = config_of({None: 60, 5: 9})
+    engine = SteppedEngine(cache=cache, max_num_batched_tokens=6, max_num_seqs=4)
+    for name in ("x", "y"):
+        engine.add(fake_request(name, [1, 2, 3], max_tokens=30))
+    engine.step()
+    engine.add(fake_request("a", prompt, transfer=SEND))
+    pools = engine.scheduler.pools
+    while "a#0.0" in engine.scheduler.requests:
+        engine.step()
+        engine.core.call("check_integrity", [])
+        assert pools.pools[1].holders().get("a#0.0", 0) <= pools.groups[1].max_blocks(40, 6)
+    assert engine.connector.sends["a#0.0"].num_published == 40
+    assert len(engine.connector.sends["a#0.0"].windows[0]) == len(pools.groups[1].seen_blocks(40)) == 1
+    assert engine.tokens("a#0.0") == fake_answer(prompt, 1)
+    engine.connector.end_lease("a#0.0")
+    engine.run()
+    assert engine.tokens("x#0.0") == fake_answer([1, 2, 3], 30)
+    assert pools.usage == 0.0

@@ -5,7 +5,7 @@ receiver rounds it to its own dtype and cuts it into its own blocks. One request
 decode leg begins.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,10 +68,16 @@ class PlainConnector:
     def receiver(self) -> "PlainConnector":
         return self
 
-    def open_send(self, request: EngineRequest, block_ids: list[int], _num_cached_tokens: int) -> None:
+    def open_send(
+        self,
+        request: EngineRequest,
+        block_ids: list[int],
+        _num_cached_tokens: int,
+        _windows: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._lent[request.key] = request, block_ids
 
-    def publish(self, key: str, num_computed_tokens: int) -> None:
+    def publish(self, key: str, num_computed_tokens: int, _windows: Sequence[Sequence[int]] = ()) -> None:
         if num_computed_tokens == len(self._lent[key][0].prompt_token_ids):
             self._ready.append(key)
 
@@ -87,7 +93,13 @@ class PlainConnector:
         self._events.append(Published(request.key))
         self._wake()
 
-    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(
+        self,
+        key: str,
+        block_ids: list[int],
+        num_cached_blocks: int,
+        _other_groups: Sequence[Sequence[int]] = (),
+    ) -> None:
         kv = self.shelf.kv[self._transfer_of(key)]
         for index in range(num_cached_blocks, len(block_ids)):
             start, end = index * self.layout.block_size, (index + 1) * self.layout.block_size

@@ -1,12 +1,17 @@
 """Under which hashes a request finds and keeps its blocks, when its KV comes from an engine that computes another."""
 
+from collections.abc import Sequence
+
 import msgspec
 
+from contract.cache_layout import CacheLayout
+from contract.layout import KVLayout
 from contract.requests import EngineRequest, ReceiveTransfer
 from contract.sampling import SamplingParams
 from decode_service.kv_receiver import KVReceiver
 from engine.connector import Published
 from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.requests.request import Request
 from tests.fakes.engine.transfer import FakeConnector
 
@@ -72,20 +77,27 @@ class Peer(FakeConnector):
     def publish_as(self, key: str, kv_fingerprint: str | None) -> None:
         self._events.append(Published(key, kv_fingerprint))
 
-    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(
+        self,
+        key: str,
+        block_ids: list[int],
+        num_cached_blocks: int,
+        other_groups: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.cached.append(num_cached_blocks)
 
 
 def test_a_reservation_finds_only_blocks_of_the_kind_that_is_fetched() -> None:
     """Four requests with one prompt, whose full blocks are entered when they have arrived: computed, rounded, both again."""
     pool, peer = BlockPool(64, SIZE), Peer()
-    receiver = KVReceiver(peer, pool, 30.0)
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=SIZE, dtype="float32")
+    receiver = KVReceiver(peer, CachePools(CacheLayout.of(layout, [None]).groups, [pool], 64), 30.0)
     for number, origin in enumerate([None, THEIRS, None, THEIRS]):
         request = arrived(asked=msgspec.structs.replace(ASKED, request_id=f"r{number}"))
         receiver.start(request)
         peer.publish_as(request.key, origin)
         receiver.process_events()
-        receiver.reserve(0, None)
+        receiver.reserve((), None)
         pool.enter(request.key, 0, request.block_hashes)
         pool.check_integrity()
     assert peer.cached == [0, 0, 2, 2]

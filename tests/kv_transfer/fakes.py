@@ -63,6 +63,7 @@ class ByteMemory:
 
     pool_view: memoryview | None = None
     device_pool = None
+    start = 0
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
@@ -73,6 +74,11 @@ class ByteMemory:
         if self.memfd is not None:
             weakref.finalize(self, os.close, self.memfd)
         self._pool = memoryview(mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes))
+
+    @property
+    def regions(self) -> "tuple[ByteMemory, ...]":
+        """One: each layer keeps all tokens."""
+        return (self,)
 
     def read_view(self, block_id: int) -> memoryview:
         """Return the block itself."""

@@ -48,8 +48,8 @@ def test_digests_are_seeded_with_all_that_makes_kv_differ() -> None:
     """Model, salt, tokens, and the place in the prompt: the right bytes of anything else fail."""
     asked = [ASKED, msgspec.structs.replace(ASKED, cache_salt="s")]
     asked.append(msgspec.structs.replace(ASKED, prompt_token_ids=[7] * len(ASKED.prompt_token_ids)))
-    seeds = [seed for each in asked for seed in digest_seeds(each, MODEL, LAYOUT.block_size)]
-    seeds += digest_seeds(ASKED, "another", LAYOUT.block_size)
+    seeds = [seed for each in asked for seed in digest_seeds(each, MODEL, Side(LAYOUT))]
+    seeds += digest_seeds(ASKED, "another", Side(LAYOUT))
     assert len(set(seeds)) == len(seeds) == 8
 
 

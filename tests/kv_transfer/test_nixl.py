@@ -326,7 +326,7 @@ def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPo
     generations = Region(table.address, SLOT_BYTES, NUM_SLOTS)
     truth = NixlPoolInfo(
         DataStatus.OK,
-        agent=other.ask(lambda driver: driver.register(pool.region, generations)),
+        agent=other.ask(lambda driver: driver.register([pool.region], generations)),
         address=pool.region.address,
         block_bytes=LAYOUT.block_bytes,
         num_blocks=4,

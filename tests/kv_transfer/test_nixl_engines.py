@@ -69,7 +69,7 @@ async def test_pools_on_devices_are_written_without_staging_where_possible(
     torch.set_num_threads(1)
     make_checkpoint(tmp_path, "llama", seed=3, num_hidden_layers=4)
     expected = await tokens_alone(tmp_path)
-    monkeypatch.setattr("engine.compute.runner.allocate", FarMemory)
+    monkeypatch.setattr("engine.kv_cache.regions.allocate", FarMemory)
     monkeypatch.setattr(FarMemory, "made", [])
     sides = Sides(decode=decode, transport=transport)
     async with running_pair(tmp_path, sides=sides, max_num_batched_tokens=chunk) as pair:

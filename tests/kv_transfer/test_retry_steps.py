@@ -48,7 +48,7 @@ def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
 
 
 def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:
-    fetch = replace(pulled(1, 1), num_blocks=3, block_ids=(100, 101, 102))
+    fetch = replace(pulled(1, 1), num_blocks=3, block_ids=(100, 101, 102), missing=((0, 3),))
     fetch, _ = advance_fetch(fetch, BROKEN)
     fetch, actions = fetch_side.on_announced(fetch, 2, 1, 2.0)
     assert actions == []

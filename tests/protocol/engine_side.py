@@ -112,7 +112,7 @@ class EngineSide:
         pools = CachePools(groups, [self.pool], max_num_batched_tokens)
         limits = Limits.of(pools, 64, VOCABULARY, MODEL)
         remote_kv = RemoteKV.over(
-            connector, stages, self.pool, limits.max_length, settings.remote_kv_timeout_seconds
+            connector, stages, pools, limits.max_length, settings.remote_kv_timeout_seconds
         )
         return Scheduler(settings, pools, limits, remote_kv=remote_kv, clock=no_time)
 

@@ -11,7 +11,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
-from kv_transfer.transports.leases import LeaseBook
+from kv_transfer.transports.leases import LeaseBook, lent_for
 from roles.table import STAGES
 from tests.protocol.engine_side import LAYOUT, LEASE_SECONDS, Connector, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
@@ -117,7 +117,8 @@ class PrefillSide(EngineSide):
             lease = self.book._begin(request, ignore)
         except StaleLeaseError:
             return None
-        blocks = tuple(lease.block_ids[request.within(len(lease.block_ids))].tolist())
+        lent = lent_for(lease, request)
+        blocks = tuple(lent.block_ids[request.within(len(lent.block_ids), lent.first)].tolist())
         if self.scenario.is_one_sided:
             self.book._end(request.name, lease, ignore)
         return blocks

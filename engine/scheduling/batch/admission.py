@@ -2,7 +2,8 @@
 
 Requests start in the order of their precedence (priority, then arrival), whether they are new, were preempted, or have KV
 that arrived from another worker or from a tier. Blocks are allocated on demand, except for a prefill leg: it gets those of
-its whole prompt at once or does not start, because it is never preempted: another worker reads its blocks (law 4).
+its whole prompt at once or does not start, because it is never preempted: another worker reads its blocks (law 4). With a
+window that is a promise of as many as it will hold at once.
 
 A request is preempted when a running one needs a block for its next tokens and none is free. The last one in precedence
 loses its blocks and is queued again, to be recomputed behind the blocks that the cache or a KV tier has; it may be the
@@ -18,6 +19,7 @@ from engine.scheduling.batch.fair_steps import FairStep
 from engine.scheduling.batch.policy import Stage
 from engine.scheduling.blocks.block_pool import blocks_needed
 from engine.scheduling.blocks.cache_pools import Blocks, CachePools
+from engine.scheduling.blocks.lent_blocks import allocate_to_lend, grow_lent
 from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.queues import BatchQueues, PriorityQueue, comes_first
 from engine.scheduling.requests.request import Request
@@ -150,7 +152,10 @@ class Admission:
         request.num_indexed_blocks = num_cached_blocks
         if not is_resumed:  # what the cache held of it is reported to its client once
             request.num_cached_tokens = num_cached
-        blocks = self._pools.allocate(request.key, num_new, cached)
+        if request.is_sending and self._pools.has_windows:
+            blocks = allocate_to_lend(self._pools, request.key, num_new, num_chunk_blocks, cached)
+        else:
+            blocks = self._pools.allocate(request.key, num_new, cached)
         return ScheduledRequest(request, num_tokens, blocks, is_resumed)
 
 
@@ -171,6 +176,8 @@ class Preemption:
         Preempts other requests as needed. Returns None if the request was preempted itself.
         """
         num_needed = blocks_needed(request.num_computed_tokens + num_tokens, self._pools.block_size)
+        if request.is_sending and self._pools.has_windows:
+            return grow_lent(self._pools, request.key, num_needed)
         num_new = max(0, num_needed - self._pools.first.num_blocks_of(request.key))
         while not self._pools.can_allocate(num_new):
             victim = self._victims()[0]

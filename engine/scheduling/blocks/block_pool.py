@@ -75,10 +75,9 @@ class BlockPool:
     """All blocks; each is in one state: null (block 0), free, held (one reference or more) or quarantined.
 
     References belong to *holders*, named by a string: a request's key, or ``lease:<key>`` for blocks that another
-    worker may still read. A holder's blocks are ordered: they are its block table. In the place of blocks that are not kept
-    any more, since no later token sees them, a table begins with the null block. A free block's old content can be
-    found by hash until the block is taken. A quarantined block may still be written by a read that cannot be cancelled;
-    it has no reference, and is not allocated before ``release_quarantine``.
+    worker may still read. A holder's blocks are ordered: they are its block table. It begins with the null block in place
+    of blocks that no later token sees. A free block's old content can be found by hash until the block is taken. A
+    quarantined one may be written by a read that cannot be cancelled: it is not allocated before ``release_quarantine``.
 
     num_usable_blocks: all but the null block. eviction_clock: advances by 1 for each block that may have left the list of
     free ones, and by all of them when some are put back at its head.
@@ -118,9 +117,18 @@ class BlockPool:
         """Return the cached block of each hash, valid until the pool changes; the null block where there is none."""
         return self._index.find_each(hashes) if self._caches_prefixes else [NULL_BLOCK] * len(hashes)
 
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that any holder may get now."""
+        return len(self._free)
+
+    def cost_of(self, cached: Sequence[int]) -> int:
+        """Return how many available blocks references to these cached ones would take."""
+        return sum(map(self._free.__contains__, cached))
+
     def can_allocate(self, num_new: int, cached: Sequence[int] = _NOTHING) -> bool:
         """Return whether ``allocate`` with the same arguments may be called; free cached blocks leave the free list too."""
-        return num_new + sum(map(self._free.__contains__, cached)) <= len(self._free)
+        return num_new + self.cost_of(cached) <= self.num_available_blocks
 
     def allocate(self, holder: str, num_new: int, cached: Sequence[int] = _NOTHING) -> list[int]:
         """Append the ``cached`` blocks (by one more reference) and ``num_new`` taken ones to the holder's table.
@@ -129,10 +137,9 @@ class BlockPool:
         """
         table = self._tables.setdefault(holder, [])
         self.eviction_clock += num_new + len(cached)
-        for block in cached:
-            if block != NULL_BLOCK:
-                self._free.pop(block, None)  # if no other holder has it
-                self._references[block] += 1
+        for block in filter(None, cached):  # without the null block
+            self._free.pop(block, None)  # if no other holder has it
+            self._references[block] += 1
         taken = []
         for _ in range(num_new):
             # From the front: what was freed first, so that the content that was used last is found longest.
@@ -199,9 +206,7 @@ class BlockPool:
         next_blocks: the head of the list of free blocks, as it was before this holder held some of them: these are the first
         ones again, in this order, as far as they are free.
         """
-        for block in reversed(self._tables.pop(holder, [])):
-            if block == NULL_BLOCK:
-                break
+        for block in filter(None, reversed(self._tables.pop(holder, []))):
             self._drop_reference(block)
         for block in reversed(next_blocks):
             if block in self._free:
@@ -215,13 +220,14 @@ class BlockPool:
         num_shared: the first blocks, which came from the cache and are only released.
         """
         table = self._tables.pop(holder)
-        for block in table[num_shared:]:
+        kept = list(filter(None, table[num_shared:]))  # without the null block
+        for block in kept:
             if self._references[block] != 1:
                 raise ValueError(f"block {block} of {holder} is shared; no read may write into it")
             self._references[block] = 0
             self._index.evict(block)  # the read that goes on may leave anything in it
-        self._quarantined[holder] = table[num_shared:]
-        for block in reversed(table[:num_shared]):
+        self._quarantined[holder] = kept
+        for block in filter(None, reversed(table[:num_shared])):
             self._drop_reference(block)
 
     def release_quarantine(self, holder: str) -> None:
@@ -246,7 +252,7 @@ class BlockPool:
 
     def count_by_state(self) -> dict[str, int]:
         """Return the number of blocks in each state; the four sum to ``num_blocks``."""
-        num_quarantined = sum(len(blocks) for blocks in self._quarantined.values())
+        num_quarantined = sum(map(len, self._quarantined.values()))
         num_held = sum(count > 0 for count in self._references)
         return {"null": 1, "free": self.num_free_blocks, "held": num_held, "quarantined": num_quarantined}
 

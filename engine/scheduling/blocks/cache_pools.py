@@ -15,6 +15,7 @@ from contract.state_layout import NO_SLOT
 from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool
 from engine.scheduling.blocks.state_slots import StateSlots
 from engine.scheduling.blocks.state_snapshots import StateSnapshots
+from engine.scheduling.blocks.window_pool import WindowPool
 
 Blocks = tuple[list[int], ...]
 """A part of a request's table in each group, of equal lengths. In an engine with states its slot follows, if it is new."""
@@ -41,6 +42,12 @@ def prefix_match(
     return max(end for end, usable in enumerate(is_usable) if usable)
 
 
+def pool_of(group: CacheGroup, num_blocks: int, *, enable_prefix_caching: bool = True) -> BlockPool:
+    """Return a new pool for a group."""
+    kind = BlockPool if group.window is None else WindowPool
+    return kind(num_blocks, group.layout.block_size, enable_prefix_caching=enable_prefix_caching)
+
+
 class CachePools:
     """A pool for each group. What it does, it does in all of them; see BlockPool for the contracts.
 
@@ -65,7 +72,7 @@ class CachePools:
         self.block_size = self.first.block_size
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
         self.has_windows = bool(self._windows)
-        self._max_chunk = max_chunk
+        self.max_chunk = max_chunk
         self.states = states
         self.num_tables = len(pools) + (states is not None)
 
@@ -137,9 +144,9 @@ class CachePools:
         tables = cached or [()] * len(self.pools)
         for group, pool, own in zip(self.groups, self.pools, tables, strict=False):
             num_needed = 0
-            for num_blocks in (num_new + sum(map(pool.is_free, own)), *others):
-                num_needed += group.max_blocks(num_blocks * self.block_size, self._max_chunk)
-            if num_needed > pool.num_free_blocks:
+            for num_blocks in (num_new + pool.cost_of(own), *others):
+                num_needed += group.max_blocks(num_blocks * self.block_size, self.max_chunk)
+            if num_needed > pool.num_available_blocks:
                 return False
         return True
 
@@ -226,6 +233,8 @@ class CachePools:
             pool.check_integrity()
         holders = {holder for pool in self.pools for holder in pool.holders()}
         for holder in holders:
+            if any(isinstance(pool, WindowPool) and pool.has_promise(holder) for pool in self.pools):
+                continue  # its table grows with its chunks
             lengths = {pool.num_blocks_of(holder) for pool in self.pools}
             assert len(lengths) == 1, f"{holder}: unequal tables"
         if self.states is not None:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from contract.addresses import join_address
 from contract.errors import PeerUnreachableError, TransferError
-from engine.connector import DevicePool, KVMemory
+from engine.connector import KVMemory
+from engine.device_pool import DevicePool
 from kv_transfer.links.framing import parse_address
 from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError
@@ -205,11 +206,16 @@ class PairGroup:
 
 
 class GroupPool:
-    """This worker's pool, for a group. backend, device: see ``NcclPoolInfo``. place: where the bytes of a group are."""
+    """This worker's pool, for a group of two.
+
+    others: bytes of a block of each further group of layers. backend, device: see ``NcclPoolInfo``. place: where the bytes
+    of the group of two are.
+    """
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
         self.block_bytes = memory.layout.block_bytes
+        self.others = tuple(each.layout.block_bytes for each in memory.regions[1:])
         self.backend = "gloo"
         self.device = ""
         self.place = torch.device("cpu")
@@ -219,12 +225,14 @@ class GroupPool:
             self.place = on_device.pool.device
             self.device = str(torch.cuda.get_device_properties(self.place).uuid)
 
-    def gather(self, block_ids: BlockIds, part: BlockPart | None = None) -> torch.Tensor:
+    def gather(
+        self, block_ids: BlockIds, part: BlockPart | None = None, region: KVMemory | None = None
+    ) -> torch.Tensor:
         """Return these blocks, or the part of each, side by side as bytes; on a device, once it has copied them.
 
-        Raises TransferError.
+        region: which they are in; None: the first one. Raises TransferError.
         """
-        memory = self._memory
+        memory = region or self._memory
         if (on_device := memory.device_pool) is not None:
             rows = _rows_of(on_device, part)
             taken: list[torch.Tensor] = []

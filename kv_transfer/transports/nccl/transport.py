@@ -14,13 +14,14 @@ from contextlib import closing
 from functools import partial
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from contract.decoding import Unsigned
 from contract.errors import TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.transports.block_views import block_span, check_sizes
+from kv_transfer.transports.block_views import block_span, check_group, check_sizes
 from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
@@ -35,6 +36,7 @@ class NcclPoolInfo(msgspec.Struct, frozen=True):
     """The sender's pool, and where the group meets.
 
     store: "host:port". backend: the library that moves the bytes. device: the GPU's identity; empty in host memory.
+    others: bytes of a block of each further group of layers; not sent if there are none.
     """
 
     status: DataStatus
@@ -43,6 +45,7 @@ class NcclPoolInfo(msgspec.Struct, frozen=True):
     backend: str = ""
     device: str = ""
     block_bytes: Unsigned = 0
+    others: tuple[Unsigned, ...] | UnsetType = UNSET
 
 
 class NcclSender(LendingSender):
@@ -81,6 +84,7 @@ class NcclSender(LendingSender):
             backend=pool.backend,
             device=pool.device,
             block_bytes=pool.block_bytes,
+            others=pool.others or UNSET,
         )
         write_frame(connection.sock, info, MAX_DATA_FRAME_BYTES)
         with closing(PairGroup(pool.backend, store, SENDER, self._settings, pool.place)) as group:
@@ -93,7 +97,8 @@ class NcclSender(LendingSender):
     ) -> None:
         """Send one piece under a valid lease, and the second reply after its last byte."""
         try:
-            content = pool.gather(self.leases.block_ids(request), request.part)
+            region, block_ids = self.leases.block_ids(request)
+            content = pool.gather(block_ids, request.part, region)
             # No reader holds the lease: it may have ended, and its blocks been used again, while they were gathered.
             self.leases.check(request.name)
             write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
@@ -113,7 +118,7 @@ class _Peer(DataPortConnection):
         self._sender = sender
         self._settings = settings
         self._group: PairGroup | None = None
-        self._block_bytes = 0
+        self._block_bytes: tuple[int, ...] = ()
 
     def close(self) -> None:
         """End the connection and the group."""
@@ -132,7 +137,7 @@ class _Peer(DataPortConnection):
                 self._dial()
                 info = read_frame(self._sock, NcclPoolInfo, MAX_DATA_FRAME_BYTES)
                 check_info(info, pool, self._who)
-                self._block_bytes = info.block_bytes
+                self._block_bytes = (info.block_bytes, *(() if info.others is UNSET else info.others))
                 store = join(info.store, self._settings)
                 group = PairGroup(pool.backend, store, RECEIVER, self._settings, pool.place)
                 self._group = group
@@ -145,7 +150,8 @@ class _Peer(DataPortConnection):
         A stop ends the current one; that can take the group's timeout, if the peer is silent.
         """
         pool, group = self.connect(read)
-        first, last = block_span(self._block_bytes, request.part)
+        check_group(request.group, len(self._block_bytes), self._who)
+        first, last = block_span(self._block_bytes[request.group], request.part)
         size = last - first
         check_sizes(views, size, self._who)
         with read.interruptible(self.interrupt):

@@ -48,6 +48,7 @@ class ReadStep:
     into_ids: Ids
     block_ids: Ids
     part: BlockPart | None = None
+    group: int = 0
 
 
 @dataclass
@@ -80,7 +81,7 @@ class NixlRead:
             if isinstance(step, SlotsStep):
                 self._posted = self.pool.look_at(agent, step.slots)
             else:
-                remote = self.pool.blocks.blocks(step.part)
+                remote = self.pool.groups[step.group].blocks.blocks(step.part)
                 self._posted = agent.prepare(
                     step.into.blocks(step.part), step.into_ids, remote, step.block_ids
                 )
@@ -115,11 +116,11 @@ class NixlRead:
 class AgentDriver:
     """Owns what is posted to the agent, and ends it. Called by one thread at a time. Raises TransferError after ``close``.
 
-    pool_blocks: this worker's own blocks, as the target of a ``ReadStep``; None before ``register``.
+    own_blocks: this worker's, of each group of layers, as the targets of a ``ReadStep``; none before ``register``.
     """
 
     def __init__(self, agent: NixlAgent) -> None:
-        self.pool_blocks: DescribedRegion | None = None
+        self.own_blocks: list[DescribedRegion] = []
         self._agent = agent
         self._posted: list[NixlRead] = []
         self._pools: set[RemotePool] = set()
@@ -128,11 +129,11 @@ class AgentDriver:
         self._active_at = 0.0
         self._undo = ExitStack()
 
-    def register(self, pool: Region, table: Region) -> bytes:
-        """Make both readable by peers; return the metadata that peers need. Called once."""
-        self._agent.register(pool, self._undo)
-        self._agent.register(table, self._undo)
-        self.pool_blocks = DescribedRegion(self._agent, pool, self._undo)
+    def register(self, pools: Sequence[Region], table: Region) -> bytes:
+        """Make all readable by peers; return the metadata that peers need. Called once."""
+        for region in (*pools, table):
+            self._agent.register(region, self._undo)
+        self.own_blocks = [DescribedRegion(self._agent, pool, self._undo) for pool in pools]
         return self._agent.metadata()
 
     def connect(self, pool: RemotePool, metadata: bytes) -> None:
@@ -195,7 +196,7 @@ class AgentDriver:
 
     def close(self) -> None:
         """End the agent; every read fails."""
-        self.pool_blocks = None
+        self.own_blocks = []
         for read in self._posted:
             self._release_handles(read)
         for pool in self._pools | {read.pool for read in self._posted}:
@@ -269,9 +270,9 @@ class NixlThread:
             raise
 
     @property
-    def pool_blocks(self) -> DescribedRegion | None:
+    def own_blocks(self) -> list[DescribedRegion]:
         """See ``AgentDriver``."""
-        return self._driver.pool_blocks
+        return self._driver.own_blocks
 
     def ask(self, work: Callable[[AgentDriver], _T]) -> _T:
         """Let the thread do it after all earlier commands; return the result. Raises TransferError after ``close``."""
@@ -293,7 +294,7 @@ class NixlThread:
 
     def post(self, read: NixlRead) -> None:
         """Begin a read; a failure ends it. After ``close`` it fails, or this raises TransferError."""
-        if read.pool.region.is_device or not self._turn.acquire(blocking=False):
+        if read.pool.is_device or not self._turn.acquire(blocking=False):
             self._put(lambda driver: driver.begin(read))
             return
         try:

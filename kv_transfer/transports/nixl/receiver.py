@@ -23,7 +23,12 @@ from contract.errors import PeerUnreachableError, TransferError
 from contract.layout import KVLayout
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source, num_probe_blocks
-from kv_transfer.transports.block_views import LandingViews, block_outside, block_span, check_sizes
+from kv_transfer.transports.block_views import (
+    LandingViews,
+    block_outside,
+    block_span,
+    check_sizes,
+)
 from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver, rate_of
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shutdown
@@ -224,16 +229,15 @@ class _Peer(DataPortConnection):
             info = read_frame(self._sock, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
         if info.status is not DataStatus.OK:
             raise TransferError(f"{self._who} lends nothing over nixl: {info.message}")
-        blocks = Region(info.address, info.block_bytes, info.num_blocks, info.is_device, info.device_id)
         table = Region(info.table_address, SLOT_BYTES, NUM_SLOTS)
-        pool = RemotePool(agent_name(self._source.boot_id), self._who, blocks, table)
+        pool = RemotePool(agent_name(self._source.boot_id), self._who, info.regions, table)
         self._gpu = info.gpu
         # Any failure from here on ends in ``close``, which disconnects the pool.
         lane = self._lane = _Lane(self._sock, pool, self._nixl_thread, self._timeout_seconds)
         self._nixl_thread.ask(lambda driver: driver.connect(pool, info.agent))
         if lane.read_nonce(read) != info.nonce:
             raise TransferError(f"nixl reads other memory than that of {self._who}")
-        lane.run_bounded([ReadStep(pool.bounce_blocks, _FIRST_BLOCK, _FIRST_BLOCK)], read)
+        lane.run_bounded([ReadStep(pool.groups[0].bounce_blocks, _FIRST_BLOCK, _FIRST_BLOCK)], read)
         lane.find_out(read)
         return lane
 
@@ -249,14 +253,14 @@ class _Peer(DataPortConnection):
         pool = lane.pool
         memory = self._nixl_thread.memory
         on_device = None if memory is None else memory.device_pool
-        if on_device is not None and region_of(on_device).is_device == pool.region.is_device:
-            size = pool.region.block_bytes
+        if on_device is not None and region_of(on_device).is_device == pool.is_device:
+            size = pool.groups[0].region.block_bytes
             # The size of a block is a multiple of four bytes in every layout.
             layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=size // 4, block_size=1, dtype="float16")
             area = on_device.landing_area(layout, num_probe_blocks(size))
             region = region_of(area)
             self._nixl_thread.ask(lambda driver: driver.land_in(pool, region, area))
-        into = pool.landing or pool.bounce_blocks
+        into = pool.landing or pool.groups[0].bounce_blocks
         into_ids = np.arange(into.region.num_blocks, dtype=ID_TYPE)
         step = ReadStep(into, into_ids, np.zeros_like(into_ids))
         lane.prepare(read)
@@ -270,7 +274,8 @@ class _Peer(DataPortConnection):
         """Read the blocks, then if their lease has ended. A stop ends it after the posted part, once that is terminal."""
         lane = self.connect(read)
         pool = lane.pool
-        start, end = block_span(pool.region.block_bytes, request.part)
+        region = pool.group(request.group).region
+        start, end = block_span(region.block_bytes, request.part)
         check_sizes(views, end - start, self._who)
         block_ids, leases = granted_blocks(request, self._source.transport, self._who, ID_TYPE)
         if len(leases) > MAX_SLOTS_AT_ONCE or len(block_ids) != len(views):
@@ -280,12 +285,12 @@ class _Peer(DataPortConnection):
         slots, generations = zip(*leases, strict=True)
         began = time.monotonic()
         try:
-            self._move(lane, block_ids, views, request.part, SlotsStep(slots), read)
+            self._move(lane, request, block_ids, views, SlotsStep(slots), read)
         except TransferError as error:  # the library checks each id
-            outside = block_outside(block_ids.astype(np.int64), pool.region.num_blocks)
+            outside = block_outside(block_ids.astype(np.int64), region.num_blocks)
             if outside is None:
                 raise
-            message = f"{self._who} granted block {outside} of a pool of {pool.region.num_blocks}"
+            message = f"{self._who} granted block {outside} of a pool of {region.num_blocks}"
             raise TransferError(message) from error
         if self._slow_reads:
             self._slow_reads.note(self._who, len(views) * (end - start), time.monotonic() - began)
@@ -296,9 +301,9 @@ class _Peer(DataPortConnection):
     def _move(
         self,
         lane: _Lane,
+        request: ReadRequest,
         block_ids: Ids,
         views: Sequence[memoryview],
-        part: BlockPart | None,
         look: SlotsStep,
         read: Read,
     ) -> None:
@@ -307,25 +312,28 @@ class _Peer(DataPortConnection):
         The blocks go straight into this worker's own pool, or an area of its device; by way of ``bounce`` into other views.
         """
         pool = lane.pool
+        group = pool.group(request.group)
+        part = request.part
         places = self._places(pool, views, part)
-        most = _MAX_DEVICE_POST_BYTES if pool.region.is_device else _MAX_POST_BYTES
-        first, end = block_span(pool.region.block_bytes, part)
+        most = _MAX_DEVICE_POST_BYTES if pool.is_device else _MAX_POST_BYTES
+        first, end = block_span(group.region.block_bytes, part)
         step = max(1, most // (end - first))
         if places is None:
-            step = pool.bounce.region.num_blocks
+            step = group.bounce.region.num_blocks
         for start in range(0, len(views), step):
             here = slice(start, start + step)
             ids = block_ids[here]
             if places is None:
-                blocks = ReadStep(pool.bounce_blocks, np.arange(len(ids), dtype=ID_TYPE), ids, part)
+                numbers = np.arange(len(ids), dtype=ID_TYPE)
+                blocks = ReadStep(group.bounce_blocks, numbers, ids, part, request.group)
             else:
                 into, into_ids = places
-                blocks = ReadStep(into, into_ids[here], ids, part)
+                blocks = ReadStep(into, into_ids[here], ids, part, request.group)
             is_last = start + step >= len(views)
             self._run(lane, [blocks, look] if is_last else [blocks], read)
             if places is None:
                 for number, view in enumerate(views[here]):
-                    view[:] = pool.bounce.block(number)[first:end]
+                    view[:] = group.bounce.block(number)[first:end]
 
     def _places(
         self, pool: RemotePool, views: Sequence[memoryview], part: BlockPart | None
@@ -334,24 +342,23 @@ class _Peer(DataPortConnection):
 
         Memory of a device is read into that of a device only: to or from host memory the library would go through TCP.
         """
-        into = self._nixl_thread.pool_blocks
-        if into is None:
-            return None
-        ids = into.region.find(views, part)
-        if not isinstance(views, LandingViews):
-            return None if ids is None else (into, ids)
+        own_blocks = self._nixl_thread.own_blocks
+        found = [(own, own.region.find(views, part)) for own in own_blocks]
+        places = next(((own, ids) for own, ids in found if ids is not None), None)
+        if not isinstance(views, LandingViews) or not own_blocks:
+            return places
         area = region_of(views.memory)
-        if area.is_device != pool.region.is_device:
+        if area.is_device != pool.is_device:
             return None
-        if ids is None:
+        if places is None:
             if pool.landing is None or pool.landing.region != area:
                 self._nixl_thread.ask(lambda driver: driver.land_in(pool, area, views.memory))
-            into = pool.landing
             ids = area.find(views, part)
-        if into is None or ids is None:
-            return None
+            if pool.landing is None or ids is None:
+                return None
+            places = pool.landing, ids
         views.land_directly()
-        return into, ids
+        return places
 
     def _run(self, lane: _Lane, steps: Steps, read: Read) -> None:
         """Run steps. Raises ReadStoppedError before and after them, TransferError without a link."""

@@ -1,6 +1,7 @@
 """Regions and a peer's pool as this worker's NIXL agent sees them. Called by the thread that has the agent."""
 
 import mmap
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from contract.errors import TransferError
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.block_views import address_of
+from kv_transfer.transports.block_views import address_of, check_group
 from kv_transfer.transports.leases import SLOT_BYTES
 from kv_transfer.transports.nixl.agent import ID_TYPE, SELF, NixlAgent, Region
 
@@ -39,26 +40,39 @@ class DescribedRegion:
         return self._by_part[part]
 
 
+class RemoteGroup:
+    """A peer's blocks of one group of layers. bounce: a few blocks of their size in our host memory."""
+
+    def __init__(self, region: Region) -> None:
+        region.check()
+        size = region.block_bytes
+        self.region = region
+        self.bounce = HostMemory(size, min(max(1, _BOUNCE_BYTES // size), region.num_blocks))
+
+    def enter(self, agent: NixlAgent, peer: str, undo: ExitStack) -> None:
+        """Make the blocks readable by ``agent``, and ``bounce`` writable."""
+        self.blocks = DescribedRegion(agent, self.region, undo, peer)
+        agent.register(self.bounce.region, undo)
+        self.bounce_blocks = DescribedRegion(agent, self.bounce.region, undo)
+
+
 class RemotePool:
     """A peer's blocks and its table of generations, and memory of our own besides the pool to read them into.
 
-    region, table: the peer's memory. bounce: a few blocks of its size in our host memory. found: slots of the table,
-    as they were when last read. landing: an area of our device for its blocks, once one is read into.
+    regions, table: the peer's memory. groups: of each group of layers. found: slots of the table, as they were when last
+    read. landing: an area of our device for its blocks, once one is read into.
     """
 
     landing: DescribedRegion | None = None
     _landing_memory: object = None
 
-    def __init__(self, agent_name: str, who: str, region: Region, table: Region) -> None:
+    def __init__(self, agent_name: str, who: str, regions: Sequence[Region], table: Region) -> None:
         """Raises TransferError for regions that cannot be memory."""
         self.who = who
-        self.region = region
+        self.groups = list(map(RemoteGroup, regions))
         self._agent_name = agent_name
         self._table_region = table
-        region.check()
         table.check()
-        size = region.block_bytes
-        self.bounce = HostMemory(size, min(max(1, _BOUNCE_BYTES // size), region.num_blocks))
         self.found = HostMemory(SLOT_BYTES, MAX_SLOTS_AT_ONCE)
         self._looks: dict[tuple[int, ...], Any] = {}
         self._landing_undo = ExitStack()
@@ -68,13 +82,22 @@ class RemotePool:
     def enter(self, agent: NixlAgent, metadata: bytes) -> None:
         """Make it readable by ``agent``. Does not wait for the peer. Needs ``release``, also after a failure."""
         agent.add_peer(metadata, self._agent_name, self._undo)
-        self.blocks = DescribedRegion(agent, self.region, self._undo, self._agent_name)
+        for group in self.groups:
+            group.enter(agent, self._agent_name, self._undo)
         self._table = DescribedRegion(agent, self._table_region, self._undo, self._agent_name)
-        agent.register(self.bounce.region, self._undo)
         agent.register(self.found.region, self._undo)
-        self.bounce_blocks = DescribedRegion(agent, self.bounce.region, self._undo)
         self._found_slots = DescribedRegion(agent, self.found.region, self._undo)
         self._undo.callback(self._forget_looks, agent)
+
+    def group(self, number: int) -> RemoteGroup:
+        """Return a group of layers. Raises TransferError if the peer does not have it."""
+        check_group(number, len(self.groups), self.who)
+        return self.groups[number]
+
+    @property
+    def is_device(self) -> bool:
+        """True if the blocks are on a device."""
+        return self.groups[0].region.is_device
 
     def land_in(self, agent: NixlAgent, region: Region, memory: object) -> None:
         """Make an area of a device the one to read into. memory: owns it, and is kept while it is registered."""

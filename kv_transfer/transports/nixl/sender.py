@@ -18,6 +18,7 @@ from dataclasses import asdict
 from enum import StrEnum
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from contract.decoding import Count, Unsigned
 from contract.errors import KvbatonError, TransferError
@@ -42,7 +43,8 @@ class NixlPoolInfo(msgspec.Struct, frozen=True):
     """The sender's pool, and how to read it.
 
     agent: the library's own description of the agent, its ports and its memory. is_device, device_id: the pool is in
-    that GPU's memory. table_address: the table of generations, in host memory. nonce: the value of its slot 0. gpu: the
+    that GPU's memory. others: (address, bytes of a block, blocks) of each further group of layers; not sent if there are
+    none. table_address: the table of generations, in host memory. nonce: the value of its slot 0. gpu: the
     GPU's UUID, if known.
     """
 
@@ -57,6 +59,14 @@ class NixlPoolInfo(msgspec.Struct, frozen=True):
     table_address: Unsigned = 0
     nonce: Unsigned = 0
     gpu: str = ""
+    others: tuple[tuple[Unsigned, Unsigned, Count], ...] | UnsetType = UNSET
+
+    @property
+    def regions(self) -> list[Region]:
+        """The pool of each group of layers."""
+        others = () if self.others is UNSET else self.others
+        pools = [(self.address, self.block_bytes, self.num_blocks), *others]
+        return [Region(*pool, self.is_device, self.device_id) for pool in pools]
 
 
 class Help(StrEnum):
@@ -112,12 +122,13 @@ class NixlSender(Sender):
         """Register the pool, for peers and for this worker's own reads. ``why_not_offered`` has the outcome."""
         table = Region(self.leases.address, SLOT_BYTES, NUM_SLOTS)
         try:
-            pool = region_of(memory)
-            agent = self.nixl_thread.ask(lambda driver: driver.register(pool, table))
+            pools = list(map(region_of, memory.regions))
+            agent = self.nixl_thread.ask(lambda driver: driver.register(pools, table))
         except KvbatonError as error:
             self.why_not_offered = f"the KV pool cannot be registered: {error.message}"
             return
         self.nixl_thread.memory = memory
+        pool, *others = pools
         self.pool_info = NixlPoolInfo(
             DataStatus.OK,
             agent=agent,
@@ -125,6 +136,7 @@ class NixlSender(Sender):
             table_address=table.address,
             nonce=self.leases.nonce,
             gpu=gpu_of(memory),
+            others=tuple((each.address, each.block_bytes, each.num_blocks) for each in others) or UNSET,
         )
         self.why_not_offered = None
         if not (pool.is_device or has_rdma_device()):

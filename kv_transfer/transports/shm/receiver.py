@@ -14,12 +14,13 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
+from msgspec import UNSET
 
 from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.links.framing import HEADER, ShortReadError, check_body, decode_body, length_in, receive_all
 from kv_transfer.native.compiling import CopyBlocks, last_cache_bytes, load_copy_blocks
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, blocks_per_piece
-from kv_transfer.transports.block_views import BlockViews, address_of, check_sizes
+from kv_transfer.transports.block_views import BlockViews, address_of, check_group, check_sizes
 from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus, prove_session
 from kv_transfer.transports.leases import TABLE_BYTES, granted_blocks, lease_ended
@@ -101,9 +102,15 @@ class _MappedPool:
         """Map the descriptors' files. Raises TransferError if they do not fit ``info``."""
         self._who = who
         self._undo = undo
-        self.block_bytes = info.block_bytes
-        self._pool = self._map(pool, info.num_blocks * info.block_bytes)
-        self._pool_address = address_of(self._pool)
+        others = () if info.others is UNSET else info.others
+        regions = ((0, info.num_blocks, info.block_bytes), *others)
+        ends = [start + num_blocks * block_bytes for start, num_blocks, block_bytes in regions]
+        whole = self._map(pool, max(ends))
+        self._regions = []
+        for (start, _, block_bytes), end in zip(regions, ends, strict=True):
+            region = whole[start:end]
+            undo.callback(region.release)
+            self._regions.append((region, block_bytes, address_of(region)))
         self._generations = self._map(table, TABLE_BYTES).cast("Q")
         undo.callback(self._generations.release)
         if self._generations[0] != info.nonce:
@@ -112,8 +119,10 @@ class _MappedPool:
     def granted(self, request: ReadRequest, transport: str) -> tuple[BlockViews, set[tuple[int, int]]]:
         """Return the requested blocks, and (slot, generation) of the leases that lend them."""
         block_ids, leases = granted_blocks(request, transport, self._who, ID_TYPE)
+        check_group(request.group, len(self._regions), self._who)
+        region, block_bytes, address = self._regions[request.group]
         try:
-            blocks = BlockViews(self._pool, self.block_bytes, block_ids, request.part, self._pool_address)
+            blocks = BlockViews(region, block_bytes, block_ids, request.part, address)
         except IndexError as error:
             raise TransferError(f"{self._who} granted {error}") from error
         return blocks, leases

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from contract.decoding import Count, Unsigned
 from contract.errors import SettingError, TransferError
@@ -37,13 +38,17 @@ ID_TYPE = np.dtype(np.int64)
 
 
 class ShmPoolInfo(msgspec.Struct, frozen=True):
-    """The sender's only message: the pool's shape, or why it is not shared. nonce: the value of slot 0 of the table."""
+    """The sender's only message: the pool's shape, or why it is not shared. nonce: the value of slot 0 of the table.
+
+    others: (first byte in the file, blocks, bytes of a block) of the further groups of layers; not sent if there are none.
+    """
 
     status: DataStatus
     message: str = ""
     nonce: Unsigned = 0
     num_blocks: Count = 0
     block_bytes: Unsigned = 0
+    others: tuple[tuple[Unsigned, Count, Unsigned], ...] | UnsetType = UNSET
 
 
 class ShmSender(Sender):
@@ -80,11 +85,14 @@ class ShmSender(Sender):
             self._refuse(f"the KV pool cannot be shared read-only: {error}")
             return
         self._undo.callback(os.close, pool)
+        regions = memory.regions[1:]
+        others = tuple((each.start, each.num_blocks, each.layout.block_bytes) for each in regions)
         info = ShmPoolInfo(
             DataStatus.OK,
             nonce=self.leases.nonce,
             num_blocks=memory.num_blocks,
             block_bytes=memory.layout.block_bytes,
+            others=others or UNSET,
         )
         self._shared = (info, [pool, self.leases.descriptor, self._pidfd])
         self.why_not_offered = None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.connector import HostParts
+from engine.device_pool import HostParts
 from kv_transfer.links.framing import ShortReadError, receive_all, send_all
 from kv_transfer.transports.block_views import BlockViews, ReadingViews, view_bytes_of
 

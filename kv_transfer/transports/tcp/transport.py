@@ -104,7 +104,8 @@ class Asked:
 
 def _as_sent(request: ReadRequest) -> ReadRequest:
     """Return the request without the grants, which the sender does not need."""
-    return ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
+    first = request.first_block
+    return ReadRequest(request.name, first, request.num_blocks, part=request.part, group=request.group)
 
 
 class TcpSender(LendingSender):

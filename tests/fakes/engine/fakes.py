@@ -327,11 +327,9 @@ class FakeExecutor:
         windows = [group.window for group in config.cache.groups] if config else [None]
         memories = [FakeMemory(number, settings.block_size) for number in numbers]
         self.memory = memories[0]
-        self.runner = FakeRunner(
-            self.memory,
-            list(zip(memories, windows, strict=True)),
-            has_states=self.model_info.states is not None,
-        )
+        self.memory.others = memories[1:]
+        groups = list(zip(memories, windows, strict=True))
+        self.runner = FakeRunner(self.memory, groups, has_states=self.model_info.states is not None)
         self.tiers: list[FakeTierStorage] = []
         self.is_shut_down = False
         self.runs_ahead = False

@@ -23,6 +23,9 @@ class FakeMemory:
 
     pool_view: memoryview | None = None
     device_pool = None
+    start = 0
+    others: "Sequence[FakeMemory]" = ()
+    """The memories of the further groups of layers."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -62,6 +65,11 @@ class FakeMemory:
         """Fill these blocks with garbage, as a late write does."""
         for block in block_ids:
             self.slots[block] = [None] * self.layout.block_size
+
+    @property
+    def regions(self) -> "tuple[FakeMemory, ...]":
+        """This one, and those of the further groups of layers."""
+        return self, *self.others
 
     @property
     def memfd(self) -> int | None:

@@ -6,7 +6,7 @@ lease ends. A late read overwrites its blocks just before it is ``Drained``, so 
 detected.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,12 @@ from tests.fakes.engine.memory import FakeMemory, prefix_codes
 
 @dataclass
 class FakeSend:
-    """One prompt whose blocks are lent."""
+    """One prompt whose blocks are lent. windows: the last blocks of the groups with a window, once they are published."""
 
     codes: list[int]
     block_ids: list[int]
     num_published: int
+    windows: list[list[int]] = field(default_factory=list)
     end: str | None = None
     first_tokens: list[FirstToken] = field(default_factory=list)
 
@@ -52,13 +53,18 @@ class FakeFetch:
     num_choices: int = 1
     num_delivered: int = 0
     state: str = "asked"
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     num_cached_blocks: int = 0
 
     @property
+    def destinations(self) -> list[list[int]]:
+        """The blocks of each group that the read writes into."""
+        return [[block for block in table[self.num_cached_blocks :] if block] for table in self.tables]
+
+    @property
     def destination(self) -> list[int]:
-        """The blocks that the read writes into."""
-        return self.block_ids[self.num_cached_blocks :]
+        """The blocks of the first group."""
+        return self.destinations[0] if self.tables else []
 
 
 class FakeRank:
@@ -82,7 +88,7 @@ class FakeRank:
         """Publish ``(key, num_tokens)`` for each order, after checking that these tokens are computed."""
         for key, num_tokens in metadata:
             send = self._transfers.sends[key]
-            self._transfers.pool_memory.check(send.block_ids, send.codes, num_tokens)
+            self._transfers.check_lent(send, num_tokens)
             send.num_published = num_tokens
 
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -138,30 +144,44 @@ class FakeConnector:
         fetch.state = "landed"
         size = self.pool_memory.layout.block_size
         codes = prefix_codes(fetch.prompt)
-        self.pool_memory.write(fetch.block_ids, codes, fetch.num_cached_blocks * size, len(codes))
+        for memory, table in zip(self.pool_memory.regions, fetch.tables, strict=True):
+            num_passed = next(place for place, block in enumerate(table) if block)
+            memory.write(table, codes, max(fetch.num_cached_blocks, num_passed) * size, len(codes))
         self.rank.finished_recving.add(key)
         self._wake()
 
     def fail(self, key: str, kind: str = "transfer_failed", message: str = "the peer is gone") -> None:
         """Fail a fetch and leave garbage in its blocks. It can be cancelled until its ``Failed`` event is taken."""
         self.fetches[key].state = "failed"
-        self.pool_memory.scribble(self.fetches[key].destination)
+        self._scribble(self.fetches[key])
         self._report(Failed(key, kind, message))
 
     def drain(self, key: str) -> None:
         """End the last read of a cancelled fetch, after one more write into its blocks."""
         fetch = self.fetches.pop(key)
         assert fetch.state == "draining"
-        self.pool_memory.scribble(fetch.destination)
+        self._scribble(fetch)
         self._report(Drained(key))
 
     def end_lease(self, key: str) -> None:
         """End a lease as a peer does that has read everything. Asserts that the blocks still hold what was published."""
         send = self.sends.pop(key)
         assert send.end is not None
-        self.pool_memory.check(send.block_ids, send.codes, send.num_published)
+        self.check_lent(send, send.num_published)
         self.rank.finished_sending.add(key)
         self._wake()
+
+    def check_lent(self, send: FakeSend, num_tokens: int) -> None:
+        """Assert that the lent blocks hold the KV of the first ``num_tokens``, and those of windows of their last tokens."""
+        size = self.pool_memory.layout.block_size
+        if send.block_ids:
+            self.pool_memory.check(send.block_ids, send.codes, num_tokens)
+        num_blocks = -(-len(send.codes) // size)
+        regions = self.pool_memory.regions[-len(send.windows) :] if send.windows else ()
+        for memory, own in zip(regions, send.windows, strict=True):
+            assert 0 not in own
+            start = num_blocks - len(own)
+            memory.check([*[0] * start, *own], send.codes, num_tokens, start * size)
 
     # Called by the scheduler.
 
@@ -175,18 +195,27 @@ class FakeConnector:
         """See SchedulerConnector."""
         return self
 
-    def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
+    def open_send(
+        self,
+        request: EngineRequest,
+        block_ids: list[int],
+        num_cached_tokens: int,
+        windows: Sequence[Sequence[int]] = (),
+    ) -> None:
         """See SchedulerConnector."""
         size = self.pool_memory.layout.block_size
         assert request.key not in self.sends
-        assert len(block_ids) == -(-len(request.prompt_token_ids) // size)
+        assert len(block_ids) in (0, -(-len(request.prompt_token_ids) // size))
         codes = prefix_codes(request.prompt_token_ids)
-        self.pool_memory.check(block_ids, codes, num_cached_tokens)
-        self.sends[request.key] = FakeSend(codes, list(block_ids), num_cached_tokens)
+        send = FakeSend(codes, list(block_ids), num_cached_tokens, list(map(list, windows)))
+        self.check_lent(send, num_cached_tokens)
+        self.sends[request.key] = send
 
-    def publish(self, key: str, num_computed_tokens: int) -> None:
+    def publish(self, key: str, num_computed_tokens: int, windows: Sequence[Sequence[int]] = ()) -> None:
         """See SchedulerConnector."""
         send = self.sends[key]
+        assert not windows or num_computed_tokens == len(send.codes)
+        send.windows += map(list, windows)
         assert send.end is None and send.num_published < num_computed_tokens <= len(send.codes)
         self._orders.append((key, num_computed_tokens))
 
@@ -216,15 +245,24 @@ class FakeConnector:
             request.num_delivered_tokens,
         )
 
-    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(
+        self,
+        key: str,
+        block_ids: list[int],
+        num_cached_blocks: int,
+        other_groups: Sequence[Sequence[int]] = (),
+    ) -> None:
         """See SchedulerConnector."""
         fetch = self.fetches[key]
         size = self.pool_memory.layout.block_size
         assert fetch.state == "published"
-        assert len(block_ids) == -(-len(fetch.prompt) // size)
-        self.pool_memory.check(block_ids, prefix_codes(fetch.prompt), num_cached_blocks * size)
+        fetch.tables = list(map(list, (block_ids, *other_groups)))
+        codes = prefix_codes(fetch.prompt)
+        for memory, table in zip(self.pool_memory.regions, fetch.tables, strict=True):
+            assert len(table) == -(-len(fetch.prompt) // size)
+            num_passed = next(place for place, block in enumerate(table) if block)
+            memory.check(table, codes, num_cached_blocks * size, num_passed * size)
         fetch.state = "reading"
-        fetch.block_ids = list(block_ids)
         fetch.num_cached_blocks = num_cached_blocks
 
     def cancel_fetch(self, key: str) -> bool:
@@ -294,6 +332,10 @@ class FakeConnector:
     def close(self) -> None:
         """See SchedulerConnector."""
         self.is_closed = True
+
+    def _scribble(self, fetch: FakeFetch) -> None:
+        for memory, blocks in zip(self.pool_memory.regions, fetch.destinations, strict=False):
+            memory.scribble(blocks)
 
     def _report(self, event: TransferEvent) -> None:
         self._events.append(event)

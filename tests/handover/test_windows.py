@@ -1,0 +1,189 @@
+"""Hand-overs of models with windows: only what a window reaches crosses, and the tokens stay equal."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contract.errors import ErrorKind
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
+from engine.info import EngineInfo
+from tests.checkpoints import load_reference, make_checkpoint, make_foreign_checkpoint, reference_greedy
+from tests.engine_pair import EnginePair, Sides, outputs_of, running_pair, tokens_of
+from tests.handover.handing_off import ping_pong
+from tests.kv_transfer.fakes import CorruptingReceiver
+
+FAMILIES = {"gemma2": 2, "gemma3": 2, "gpt_oss": 2, "llama4": 2, "mistral": 1}
+"""With their numbers of groups."""
+BLOCK_SIZE = 4
+NUM_TOKENS = 12
+SHARED = [(37 * i + 11) % 256 for i in range(24)]
+PROMPTS = [[7], SHARED, [*SHARED, *range(60, 81)], [*SHARED, *range(90, 107)], list(range(100, 105))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_num_seqs": 32, "max_model_len": 120}
+
+
+def make(folder: Path, family: str) -> Path:
+    torch.set_num_threads(1)
+    if family == "mistral":
+        return make_checkpoint(folder, family, seed=3, sliding_window=6)
+    return make_foreign_checkpoint(folder, family, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("checkpoint"), "gemma3")
+
+
+def expected(
+    folder: Path, prompts: list[list[int]] = PROMPTS, num_tokens: int = NUM_TOKENS
+) -> list[list[int]]:
+    reference = load_reference(folder)
+    return [reference_greedy(reference, prompt, num_tokens) for prompt in prompts]
+
+
+async def answers_of(pair: EnginePair, prompts: list[list[int]], name: str = "r") -> list[list[int]]:
+    """Every prompt, one after the other."""
+    answers = []
+    for index, prompt in enumerate(prompts):
+        send, receive = pair.legs(f"{name}{index}", prompt, GREEDY)
+        first = await outputs_of(pair.prefill, send)
+        answers.append(tokens_of(first, await outputs_of(pair.decode, receive)))
+    return answers
+
+
+def moved_bytes(info: EngineInfo, prompts: list[list[int]], num_cached: list[int]) -> tuple[int, int]:
+    """Return the blocks and the bytes that cross, by arithmetic. num_cached: blocks of each prompt at the receiver."""
+    num_blocks = num_bytes = 0
+    for prompt, cached in zip(prompts, num_cached, strict=True):
+        for group in info.groups:
+            count = len([place for place in group.seen_blocks(len(prompt)) if place >= cached])
+            num_blocks += count
+            num_bytes += count * group.layout.block_bytes
+    return num_blocks, num_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "transport", "chunk"),
+    [
+        ("gemma3", "shm", 7),
+        ("mistral", "tcp", 32),
+        pytest.param("gemma2", "tcp", 7, marks=pytest.mark.slow),
+        pytest.param("gemma3", "nixl", 32, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "shm", 32, marks=pytest.mark.slow),
+        pytest.param("llama4", "tcp", 7, marks=pytest.mark.slow),
+        pytest.param("mistral", "shm", 7, marks=pytest.mark.slow),
+    ],
+)
+async def test_what_windows_reach_crosses(tmp_path: Path, family: str, transport: str, chunk: int) -> None:
+    """Prompts in chunks, then a second turn of each chat; every block and byte is the plan's."""
+    folder = make(tmp_path, family)
+    answers = expected(folder)
+    turns = [[*prompt, *answer, 1, 2, 3] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    further = expected(folder, turns)
+    settings = {**SETTINGS, "max_num_batched_tokens": chunk}
+    async with running_pair(folder, sides=Sides(transport=transport), **settings) as pair:
+        info = pair.decode.info
+        assert len(info.groups) == FAMILIES[family]
+        assert info.groups[-1].window is not None
+        assert await answers_of(pair, PROMPTS) == answers
+        found = await pair.decode.call("counters")
+        assert await answers_of(pair, turns, "turn") == further
+        later = await pair.decode.call("counters")
+        await pair.until_free()
+    # The shared tokens end a block, behind which the next request sees what the second one has received.
+    cached = [0, 0, 6, 6, 0]
+    named = [f"transfer_{what}_total{{transport={transport}}}" for what in ("blocks", "bytes")]
+    assert tuple(found[name] for name in named) == moved_bytes(info, PROMPTS, cached)
+    num_bytes = later[named[1]] - found[named[1]]
+    assert num_bytes < moved_bytes(info, turns, [0] * len(turns))[1]
+    assert later["cached_tokens_total"] >= sum(map(len, turns)) - len(turns) * (3 + 2 * BLOCK_SIZE)
+
+
+async def test_choices_and_preempted_answers_are_those_of_generate(model: Path) -> None:
+    """Many at once, n = 2, through pools that do not hold them all."""
+    prompts = [*PROMPTS[1:], *([index, *SHARED] for index in range(6))]
+    small = {**SETTINGS, "max_num_batched_tokens": 13, "kv_cache_bytes": 45_000}
+    async with running_pair(model, sides=Sides(transport="shm"), **small) as pair:
+        info = pair.decode.info
+        asked = [
+            pair.ask(f"many-{index}", prompt, GREEDY, num_choices=2) for index, prompt in enumerate(prompts)
+        ]
+        answers = [
+            [[token for one in leg if one.choice == choice for token in one.token_ids] for choice in (0, 1)]
+            for leg in [[*first, *rest] for first, rest in await asyncio.gather(*asked)]
+        ]
+        counters = await pair.decode.call("counters")
+        await pair.until_free()
+    assert len(info.groups) == 2
+    assert answers == [[answer, answer] for answer in expected(model, prompts)]
+    assert counters["num_preemptions_total"] > 0
+
+
+async def test_an_answer_goes_on_where_another_worker_stopped(model: Path) -> None:
+    """Law 5: a replay with the delivered tokens at the prompt's end, at each position."""
+    answer = expected(model)[2]
+    async with running_pair(model, **SETTINGS) as pair:
+        for done in range(1, NUM_TOKENS - 1):
+            prompt = [*PROMPTS[2], *answer[:done]]
+            legs = await pair.ask(f"replay-{done}", prompt, GREEDY, first_index=done)
+            assert tokens_of(*legs) == answer[done:]
+
+
+async def test_an_answer_moves_between_workers(model: Path) -> None:
+    """Each of three moves hands over what the windows reach of the answer so far, and no token changes."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    request = EngineRequest(request_id="moving", prompt_token_ids=SHARED, sampling=sampling)
+    async with running_pair(model, **SETTINGS) as pair:
+        engines = [(pair.prefill, "boot-prefill"), (pair.decode, "boot-decode")]
+        moving = await ping_pong(engines, request, num_tokens=9, num_moves=3)
+        await pair.until_free()
+    assert moving.num_moves == 3
+    assert moving.tokens == expected(model, [SHARED], 60)[0]
+
+
+@pytest.mark.parametrize("block", [0, 5, 6, 7])
+async def test_no_answer_from_a_damaged_block(model: Path, block: int) -> None:
+    """Law 3: in each group. Blocks 6 and 7 of the transfer are those of the window."""
+    damage = partial(CorruptingReceiver, block_index=block)
+    async with running_pair(model, damage, **SETTINGS) as pair:
+        _, rest = await pair.ask("damaged", SHARED, GREEDY)
+        assert (tokens_of(rest), rest[-1].error_kind) == ([], ErrorKind.TRANSFER_FAILED)
+        await pair.until_free()
+
+
+async def test_a_worker_that_keeps_all_tokens_is_refused(model: Path) -> None:
+    """With one sentence that names the groups of both."""
+    sides = Sides(decode={"keeps_all_tokens": True})
+    async with running_pair(model, sides=sides, **SETTINGS) as pair:
+        _, rest = await pair.ask("refused", SHARED, GREEDY)
+        assert rest[-1].error_kind == ErrorKind.INCOMPATIBLE
+        assert rest[-1].error_message is not None
+        assert "cache groups: ours are " in rest[-1].error_message
+        assert "window of 6 tokens" in rest[-1].error_message
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+async def test_each_group_is_rounded_once(model: Path, prefill: str, decode: str) -> None:
+    """Another dtype of the KV: blocks of both groups are converted, and the answers are those of one rounding."""
+    sides = Sides({"kv_cache_dtype": prefill}, {"kv_cache_dtype": decode})
+    async with running_pair(model, sides=sides, **SETTINGS) as pair:
+        answers = await answers_of(pair, PROMPTS[:3])
+        counters = await pair.decode.call("counters")
+        await pair.until_free()
+    assert [len(answer) for answer in answers] == [NUM_TOKENS] * 3
+    assert [answer[0] for answer in answers] == [answer[0] for answer in expected(model, PROMPTS[:3])]
+    assert counters["transfer_converted_blocks_total"] > counters["transfer_needed_blocks_total"]
+
+
+async def test_another_block_size_is_refused(model: Path) -> None:
+    """A window does not begin where the larger blocks do."""
+    sides = Sides({"block_size": 8})
+    async with running_pair(model, sides=sides, **SETTINGS) as pair:
+        _, rest = await pair.ask("refused", SHARED, GREEDY)
+        assert rest[-1].error_message is not None
+        assert "layers with windows need equal ones" in rest[-1].error_message
