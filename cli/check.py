@@ -186,7 +186,9 @@ def _cache_facts(served: "Served") -> dict[str, Any]:
         held[f"{length} tokens"] = {"bytes": cache.request_bytes(length)}
         if not cache.is_uniform:
             held[f"{length} tokens"]["bytes where all tokens are kept"] = length * cache.token_bytes
-    return {"KV of layers": groups, "KV of a request": held}
+    # Their shapes are those of modules, which only a start makes.
+    states = {"states of a request": "beside its KV; the log of the start has their bytes"}
+    return {"KV of layers": groups, "KV of a request": held, **(states if served.has_states else {})}
 
 
 def _add_card(finding: Finding, card: ModelCard) -> None:

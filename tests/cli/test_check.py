@@ -18,7 +18,8 @@ from launch.arguments import parse
 from launch.devices import RankCounts
 from launch.machine_settings import UpSettings
 from launch.model import check_model
-from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, make_foreign_checkpoint
+from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, make_foreign_checkpoint, write_checkpoint
+from tests.families.tiny_models import make_tiny
 from tests.text.tiny_model import model_files, write_model
 
 
@@ -117,6 +118,15 @@ def test_the_memory_of_each_group_of_layers_is_told(
     text = checked(capsys, str(folder))[1]
     assert "full: 1 layers, 256 bytes a token; window of 6 tokens: 1 layers, 256 bytes a token" in text
     assert "256 tokens: 73,728 bytes, 131,072 bytes where all tokens are kept" in text
+
+
+def test_states_beside_the_kv_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two layers of four are short convolutions; the others have 2 KV heads of 16 numbers in float32."""
+    folder = write_checkpoint(tmp_path, make_tiny("lfm2"), 3)
+    found = json.loads(checked(capsys, "--json", str(folder))[1])
+    assert found["problems"] == []
+    assert found["KV of layers"] == {"full": {"layers": 2, "bytes a token": 2 * 2 * 2 * 16 * 4}}
+    assert found["states of a request"].startswith("beside its KV")
 
 
 def test_a_folder_without_weights_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

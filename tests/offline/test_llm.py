@@ -226,6 +226,18 @@ def test_a_bad_argument_is_named() -> None:
         LLM("/no/such/model")
 
 
+def test_a_refused_model_is_refused_with_its_reason(tmp_path: Path) -> None:
+    """Before a process is started, in the words of ``kvbaton check``."""
+    folder = make_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "version": "gemv"}
+    (folder / "config.json").write_text(json.dumps(config))
+    others = psutil.Process().children()
+    with pytest.raises(SettingError, match=r"quantization_config\.version is 'gemv'; only 'gemm' is served"):
+        LLM(folder)
+    assert psutil.Process().children() == others
+
+
 def test_a_bad_setting_of_its_router_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVBATON_MAX_BODY_BYTES", "1")
     with pytest.raises(SettingError, match=r"max_body_bytes is '1'.*at least 1024"):
