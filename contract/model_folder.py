@@ -21,6 +21,8 @@ MAX_DEPTH = 64
 """Nesting limit of objects and lists; configurations have 6 levels at most."""
 MAX_ENTRIES = 10_000
 MAX_TOKEN_ID = 2**31 - 1
+LENGTH_WITHOUT_POSITIONS = 8192
+"""The longest context, without a setting, of a model whose configuration gives none: one of recurrent layers alone."""
 _MAX_NAME = 255
 _END_TOKENS = "eos_token_id"
 _SURROGATE = re.compile("[\ud800-\udfff]")

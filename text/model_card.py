@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import InvalidRequestError, SettingError
-from contract.model_folder import check_entries, end_token_ids, read_text
+from contract.model_folder import LENGTH_WITHOUT_POSITIONS, check_entries, end_token_ids, read_text
 from contract.sampling import MODEL_DEFAULTS, SamplingParams
 from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.templates.attempt import Prompt
@@ -172,6 +172,8 @@ def _max_model_len(config: dict[str, Any], folder: Path) -> int:
     for name in _LENGTH_NAMES:
         if config.get(name) is not None:
             return _size(config, name)
+    if config.get("state_size") is not None:  # a model of recurrent layers alone, such as Mamba
+        return LENGTH_WITHOUT_POSITIONS
     raise SettingError(f"{folder / 'config.json'} has none of {', '.join(_LENGTH_NAMES)}", param="model")
 
 

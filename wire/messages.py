@@ -73,6 +73,8 @@ VERSION = Range(0, 2**16)
 PORT = Range(0, 2**16 - 1)
 # Always sent, and a divisor.
 DIMENSION = Range(1, 2**20)
+# With KV: a model of recurrent layers alone has none.
+LAYERS = Range(0, 2**20)
 
 _SAMPLING = {
     # 0 is an unset field, and ``seed`` is signed here while an engine takes any number of 64 bits
@@ -118,7 +120,7 @@ RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
             "weights_epoch": TOTAL,
         },
         "KvLayout": {
-            "num_layers": DIMENSION,
+            "num_layers": LAYERS,
             "num_kv_heads": DIMENSION,
             "head_dim": DIMENSION,
             "block_size": DIMENSION,

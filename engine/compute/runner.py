@@ -49,6 +49,7 @@ from engine.speculation.ngram import num_right, propose
 _T = TypeVar("_T")
 # On the host nothing is measured, so the run is short: it touches memory and compiles kernels.
 _HOST_TOKENS = 512
+_FEW_HOST_TOKENS = 8
 
 
 class _Model:
@@ -383,7 +384,9 @@ def profile_run(model: _Model, settings: EngineSettings) -> None:
     device = sampler.device
     model.forward.reserve(null_layers(loaded, settings.block_size, device))
     most = settings.max_num_batched_tokens
-    num_tokens = min(most, _HOST_TOKENS) if device.type == "cpu" else most
+    # Recurrent layers run once for each request, or even for each token.
+    num_on_host = min(most, _HOST_TOKENS if loaded.info.states is None else _FEW_HOST_TOKENS)
+    num_tokens = num_on_host if device.type == "cpu" else most
     lengths = profile_lengths(num_tokens, settings.max_num_decode_tokens, loaded.info.max_model_len)
     inputs = profile_inputs(lengths)
     hidden = model.forward.begin(inputs, None)()

@@ -17,6 +17,7 @@ from typing import Any
 
 from contract.errors import KvbatonError, SettingError
 from contract.layout import KEY_VALUE, LATENT
+from contract.model_folder import LENGTH_WITHOUT_POSITIONS
 from engine.models.config import RawConfig, context_lengths, name_angles, unserved
 from engine.models.registry import ARCHITECTURES, architecture_name
 
@@ -49,7 +50,7 @@ _STATE_INTERFACE = "update_conv_state("
 # Layers that keep nothing of earlier tokens, beside others.
 _STATELESS_LAYERS = frozenset({"mlp", "moe"})
 # The longest context of a model without positions: by default, and by a setting.
-_WITHOUT_POSITIONS = (8192, 2**20)
+_WITHOUT_POSITIONS = (LENGTH_WITHOUT_POSITIONS, 2**20)
 _REASONS: Mapping[str, frozenset[str]] = {
     RECURRENT: frozenset({"rwkv", "xlstm"}),
     OTHER_ATTENTION: frozenset({"doge", "git", "modernbert-decoder"}),

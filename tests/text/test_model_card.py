@@ -39,6 +39,11 @@ def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
     assert (card.vocab_size, card.max_model_len) == (50, 64)
 
 
+def test_a_model_of_recurrent_layers_alone_needs_no_positions(tmp_path: Path) -> None:
+    """A worker reports its own length."""
+    assert card_with(tmp_path, config={"vocab_size": 50, "state_size": 16}).max_model_len == 8192
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [({"vocab_size": 5}, "max_position_embeddings"), ({"n_ctx": 5}, "vocab_size")],

@@ -151,7 +151,7 @@ def test_a_step_without_a_load_says_nothing_of_it() -> None:
 
 def test_an_empty_registration_lacks_everything() -> None:
     assert from_proto(Registration, pb.Registration()) == Registration()
-    with pytest.raises(InvalidRequestError, match=r"KvLayout\.num_layers is 0; it must lie in 1"):
+    with pytest.raises(InvalidRequestError, match=r"KvLayout\.num_kv_heads is 0; it must lie in 1"):
         from_proto(Registration, pb.Registration(kv_layout=pb.KvLayout()))
 
 
