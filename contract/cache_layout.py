@@ -94,14 +94,33 @@ class CacheLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
         max_model_len: of the longest text; a window that no text is longer than is none.
         """
-        groups = [] if windows else [CacheGroup(layers=(), layout=layout)]
+        if not windows:
+            return cls((CacheGroup(layers=(), layout=msgspec.structs.replace(layout, num_layers=0)),), states)
         reaches = [
             window if max_model_len is None or (window or 0) < max_model_len else None for window in windows
         ]
-        for window in sorted(set(reaches), key=lambda each: (each is not None, -(each or 0))):
-            layers = tuple(layer for layer, own in enumerate(reaches) if own == window)
-            own_layout = msgspec.structs.replace(layout, num_layers=len(layers))
-            groups.append(CacheGroup(layers=layers, layout=own_layout, window=window))
+        return cls.of_layers([layout] * len(windows), reaches, states)
+
+    @classmethod
+    def of_layers(
+        cls,
+        layouts: Sequence[KVLayout],
+        windows: Sequence[int | None],
+        states: StateLayout | None = None,
+    ) -> "CacheLayout":
+        """Return the groups of a model with a layout and a window of each layer; ``num_layers`` of a layout is not read.
+
+        Raises ValueError if layers with equal windows have different layouts.
+        """
+        groups = []
+        for window in sorted(set(windows), key=lambda each: (each is not None, -(each or 0))):
+            layers = tuple(layer for layer, own in enumerate(windows) if own == window)
+            own_layouts = {
+                msgspec.structs.replace(layouts[layer], num_layers=len(layers)) for layer in layers
+            }
+            if len(own_layouts) > 1:
+                raise ValueError(f"the layers {list(layers)} have equal windows and KV of different shapes")
+            groups.append(CacheGroup(layers=layers, layout=own_layouts.pop(), window=window))
         return cls(tuple(groups), states)
 
     @property

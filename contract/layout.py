@@ -19,6 +19,8 @@ KEY_VALUE = ("key", "value")
 """The parts of a layer that caches a key and a value of each token and KV head."""
 LATENT = ("latent",)
 """The part of a layer with multi-head latent attention: one row of each token, for all heads (DeepSeek-V2, 2024)."""
+JOINED = ("key and value",)
+"""The part of a layer whose keys and values differ in width: one row of each token and KV head, the value behind the key."""
 _MAX_PARTS = 8
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64

@@ -219,11 +219,15 @@ def load_reference(folder: Path) -> Any:
     return model.eval()
 
 
-def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+def reference_greedy(model: Any, prompt: list[int], num_tokens: int, use_cache: bool = True) -> list[int]:
     """Return the next ``num_tokens`` tokens of transformers' own greedy ``generate``, end tokens ignored."""
     ids = torch.tensor([prompt])
     settings = _generation_config(
-        do_sample=False, max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=PAD_ID
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=PAD_ID,
+        use_cache=use_cache,
     )
     model.generation_config = _generation_config(eos_token_id=None)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)

@@ -59,10 +59,12 @@ def reserving_steps(block_size: int) -> list[PreparedInputs]:
 
 
 def null_layers(loaded: LoadedModel, block_size: int, device: torch.device) -> list[Tensor]:
-    """Return the layers of a pool with the null block only, which they share."""
+    """Return the layers of a pool with the null block only, which those of one shape share."""
     config = loaded.config
-    size = config.cache_shape(1, block_size)
-    return [torch.zeros(size, dtype=TORCH_DTYPES[loaded.info.kv_dtype], device=device)] * config.num_layers
+    sizes = [config.cache_shape(1, block_size, layer) for layer in range(config.num_layers)]
+    dtype = TORCH_DTYPES[loaded.info.kv_dtype]
+    shared = {size: torch.zeros(size, dtype=dtype, device=device) for size in set(sizes)}
+    return [shared[size] for size in sizes]
 
 
 def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int, max_length: int) -> list[SchedulerOutput]:

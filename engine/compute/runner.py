@@ -82,15 +82,16 @@ class _Model:
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """Return the spec of each layer, without windows if they differ and the forward pass has one table for all."""
         config = self.loaded.config
-        sizes = config.num_kv_heads, config.head_dim
-        spec = KVCacheSpec(self._settings.block_size, *sizes, self.info.kv_dtype, config.kv_parts)
         windows = config.sliding_windows
         if len(set(windows)) > 1 and not self.forward.serves_groups:
             windows = (None,) * config.num_layers
-        return {
-            f"model.layers.{layer}.self_attn": replace(spec, window=window)
-            for layer, window in enumerate(windows)
-        }
+        specs = {}
+        for layer, window in enumerate(windows):
+            shape = config.kv_shape(layer)
+            sizes = self._settings.block_size, shape.num_kv_heads, shape.head_dim
+            spec = KVCacheSpec(*sizes, self.info.kv_dtype, shape.parts, window)
+            specs[f"model.layers.{layer}.self_attn"] = spec
+        return specs
 
     def check_reload(self) -> None:
         """Raise SettingError if the folder has another model now, or experts are spread over several engines."""

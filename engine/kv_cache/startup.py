@@ -100,27 +100,42 @@ def make_config(
             f"({MIN_BLOCKS * per_block} bytes) are needed; raise kv_cache_bytes or free memory",
             param="kv_cache_bytes",
         )
-    first, *others = list(specs.values()) or [
-        KVCacheSpec(states.block_size if states else 1, 1, 1, "float32")
-    ]
-    if any(replace(spec, window=first.window) != first for spec in others):
-        raise InternalError("layers with different KV caches are not served")
-    layout = KVLayout(
-        num_layers=len(specs),
-        num_kv_heads=first.num_kv_heads,
-        head_dim=first.head_size,
-        block_size=first.block_size,
-        dtype=first.dtype,
-        parts=first.parts,
-    )
-    if workload is None:
-        return KVCacheConfig((available_bytes // per_block,), CacheLayout.of(layout, [None] * len(specs)))
+    shaped = list(specs.values()) or [KVCacheSpec(states.block_size if states else 1, 1, 1, "float32")]
+    layouts = [_layout_of(spec) for spec in shaped]
     windows = [spec.window for spec in specs.values()]
-    cache = CacheLayout.of(layout, windows, None if states is None else states.layout, workload.max_model_len)
+    state_layout = None if states is None else states.layout
+    if len(set(layouts)) > 1:
+        if workload is None:
+            raise SettingError(
+                "the layers of this model have KV of different shapes, which is neither handed over nor kept in KV tiers: "
+                "serve it without a connector, host_kv_bytes and disk_kv_dir",
+                param="model",
+            )
+        try:
+            cache = CacheLayout.of_layers(layouts, windows, state_layout)
+        except ValueError as error:
+            raise SettingError(f"this model is not served: {error}", param="model") from error
+    elif workload is None:
+        cache = CacheLayout.of(layouts[0], [None] * len(specs))
+        return KVCacheConfig((available_bytes // per_block,), cache)
+    else:
+        cache = CacheLayout.of(layouts[0], windows, state_layout, workload.max_model_len)
     if states is None:
         return KVCacheConfig(share_memory(cache, available_bytes, workload), cache)
     num_blocks, num_slots = share_with_states(cache, available_bytes, workload, states)
     return KVCacheConfig(num_blocks, cache, num_slots)
+
+
+def _layout_of(spec: KVCacheSpec) -> KVLayout:
+    """Return the layout of a block of one layer."""
+    return KVLayout(
+        num_layers=1,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_size,
+        block_size=spec.block_size,
+        dtype=spec.dtype,
+        parts=spec.parts,
+    )
 
 
 def unify(configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from contract.errors import SettingError
 from contract.layout import KEY_VALUE
@@ -94,13 +94,21 @@ def name_angles(rope_type: str, original: int, length: int) -> str:
     return "+long-rope" if rope_type == "longrope" else f"+rope-of-{length}"
 
 
+class KVShape(NamedTuple):
+    """The KV of a layer: its parts (``KVLayout``), of each token and KV head, and the numbers of a part."""
+
+    parts: tuple[str, ...]
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The dimensions of a decoder that the engine needs: vocabulary, KV heads and number of positions.
 
-    kv_parts: what a layer caches of each token and KV head (``KVLayout``); head_dim: the numbers of one part.
-    sliding_windows: per layer, the number of tokens that a token sees, itself included; None is all. states: what recurrent
-    layers keep; they are not among the ``num_layers``, which are those with KV.
+    num_layers: those with KV of their own, without recurrent ones. kv_parts, num_kv_heads, head_dim: see ``KVShape``; of the
+    first layer if ``kv_shapes`` has one for each layer, since they differ. sliding_windows: per layer, the number of tokens
+    that a token sees, itself included; None is all. states: what recurrent layers keep.
     """
 
     vocab_size: int
@@ -111,10 +119,20 @@ class ModelShape:
     kv_parts: tuple[str, ...] = field(default=KEY_VALUE, kw_only=True)
     sliding_windows: tuple[int | None, ...] = field(kw_only=True)
     states: StateLayout | None = field(default=None, kw_only=True)
+    kv_shapes: tuple[KVShape, ...] = field(default=(), kw_only=True)
 
-    def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    def kv_shape(self, layer: int) -> KVShape:
+        """Return the shape of a layer's KV."""
+        return (
+            self.kv_shapes[layer]
+            if self.kv_shapes
+            else KVShape(self.kv_parts, self.num_kv_heads, self.head_dim)
+        )
+
+    def cache_shape(self, num_blocks: int, block_size: int, layer: int = 0) -> tuple[int, ...]:
         """Return the axes of one layer's part of a pool."""
-        return num_blocks, len(self.kv_parts), self.num_kv_heads, block_size, self.head_dim
+        shape = self.kv_shape(layer)
+        return num_blocks, len(shape.parts), shape.num_kv_heads, block_size, shape.head_dim
 
 
 @dataclass(frozen=True)

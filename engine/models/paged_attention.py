@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from contract.errors import InternalError
-from contract.layout import KEY_VALUE, LATENT
+from contract.layout import JOINED, KEY_VALUE, LATENT
 from engine.attention.backend import LayerShape, Steps, step_of
 from engine.connector import LayerWatch
-from engine.models.config import ModelShape, unserved
+from engine.models.config import KVShape, ModelShape, unserved
 from engine.models.latent_attention import LatentProjection, find_latent
 from engine.models.recurrent_layers import RecurrentLayers
-from engine.models.transformers_rules import LATER, RECURRENT, TWICE, UNEQUAL
+from engine.models.transformers_rules import LATER, RECURRENT, TWICE
 
 SERVING = "kvbaton"
 ASKING = "kvbaton_asking"
@@ -41,7 +42,8 @@ MaskFunction = Callable[..., Any]
 class LayerCall:
     """The inputs of one layer's attention; query, key and value are ``[num_tokens, heads, head_dim]``.
 
-    latent: what key and value come from, which is cached in their place; None: they are cached.
+    latent: what key and value come from, which is cached in their place; None: they are cached. states: the key as the model
+    gave it, by which layers that share it are known.
     """
 
     layer: int
@@ -52,6 +54,12 @@ class LayerCall:
     mask: object
     others: dict[str, Any]
     latent: LatentProjection | None = None
+    states: Tensor | None = None
+
+    @property
+    def is_joined(self) -> bool:
+        """True if key and value differ in width, so that they are cached as one row."""
+        return self.latent is None and self.key.shape[-1] != self.value.shape[-1]
 
 
 def register() -> None:
@@ -106,17 +114,18 @@ class _Running:
 class PagedAttention:
     """Attends in the running step. Owns the step, the caches and the watch meanwhile.
 
-    reaches: fields of LayerShape, of the layers of which only the mask has them. temperatures: by layer. layers: those that
-    attend, in whose order the caches are.
+    reaches: fields of LayerShape, of the layers of which only the mask has them. temperatures: by layer. places: of each
+    layer that attends, in the cache; several layers may share one, which the first of them stores.
     """
 
     def __init__(
         self,
         reaches: Mapping[int, dict[str, Any]],
         temperatures: Mapping[int, Temperature],
-        layers: Sequence[int],
+        places: Mapping[int, int],
     ) -> None:
-        self._places = {layer: place for place, layer in enumerate(layers)}
+        self._places = places
+        self._storing = frozenset({place: layer for layer, place in reversed(list(places.items()))}.values())
         self._reaches = reaches
         self._temperatures = temperatures
         self._running: _Running | None = None
@@ -150,17 +159,24 @@ class PagedAttention:
         if (latent := call.latent) is not None:
             query = latent.absorb(query)
             key = value = latent.rows(key)
-        if cache is not None:
-            step.store(key, value, cache)
-        if self._running.watch is not None:
-            self._running.watch.on_stored(place + 1)
+        elif call.is_joined:
+            # The zeros meet the value in the score.
+            query = pad(query, (0, value.shape[-1]))
+            key = value = torch.cat((key, value), dim=-1)
+        if call.layer in self._storing:
+            if cache is not None:
+                step.store(key, value, cache)
+            if self._running.watch is not None:
+                self._running.watch.on_stored(place + 1)
         if (temperature := self._temperatures.get(call.layer)) is not None:
             query = temperature.scaled(query, self._running.positions)
         shape = call.shape
         if (reach := self._reaches.get(call.layer)) is not None:
             shape = replace(shape, **reach)
         mixed = step.attend(shape, query, key, value, cache)
-        return mixed if latent is None else latent.expand(mixed)
+        if latent is not None:
+            return latent.expand(mixed)
+        return mixed[..., -call.value.shape[-1] :]
 
 
 class Survey:
@@ -176,6 +192,7 @@ class Survey:
         self._window = window
         self._calls: list[LayerCall] = []
         self.reaches: dict[int, dict[str, Any]] = {}
+        self.places: dict[int, int] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
         """Record the call and return what has the shape of its result."""
@@ -190,13 +207,17 @@ class Survey:
         if reason:
             raise unserved(self._architecture, reason)
         self._calls.append(call)
-        return call.query if call.latent is None else call.value
+        return call.query if call.value.shape[-1] == call.query.shape[-1] else _values_of_heads(call)
 
     @property
     def special_attention(self) -> str | None:
         """See LanguageModel."""
         if any(call.shape.sinks is not None for call in self._calls):
             return "attention sinks"
+        if any(call.is_joined for call in self._calls):
+            return "keys and values of different widths"
+        if len({_cached_shape(call) for call in self._calls}) > 1:
+            return "layers whose KV differs in shape"
         return "attention in chunks" if any("chunk_size" in each for each in self.reaches.values()) else None
 
     @property
@@ -219,19 +240,29 @@ class Survey:
             )
         if not self._calls:
             return ModelShape(vocab_size, 0, 1, 1, num_positions, sliding_windows=(), states=states)
-        shapes = {_cached_shape(call) for call in self._calls}
-        if len(shapes) > 1:
-            raise unserved(self._architecture, f"{UNEQUAL}: {sorted(shape[1:] for shape in shapes)}")
-        parts, num_kv_heads, head_dim = shapes.pop()
+        storing: list[LayerCall] = []
+        for call in self._calls:
+            place = next((at for at, other in enumerate(storing) if other.states is call.states), None)
+            if place is None:
+                place = len(storing)
+                storing.append(call)
+            elif self._window_of(call) != self._window_of(storing[place]):
+                raise unserved(
+                    self._architecture,
+                    "layers that share their KV and differ in their windows are not served",
+                )
+            self.places[call.layer] = place
+        shapes = tuple(map(_cached_shape, storing))
         return ModelShape(
             vocab_size,
-            num_layers,
-            num_kv_heads,
-            head_dim,
+            len(storing),
+            shapes[0].num_kv_heads,
+            shapes[0].head_dim,
             num_positions,
-            kv_parts=parts,
-            sliding_windows=tuple(map(self._window_of, self._calls)),
+            kv_parts=shapes[0].parts,
+            sliding_windows=tuple(map(self._window_of, storing)),
             states=states,
+            kv_shapes=shapes if len(set(shapes)) > 1 else (),
         )
 
     def _window_of(self, call: LayerCall) -> int | None:
@@ -241,11 +272,19 @@ class Survey:
         return call.shape.sliding_window or window
 
 
-def _cached_shape(call: LayerCall) -> tuple[tuple[str, ...], int, int]:
-    """Return the parts, KV heads and numbers of a part that the cache has of a token."""
+def _cached_shape(call: LayerCall) -> KVShape:
+    """Return the shape of what the cache has of a token."""
     if call.latent is not None:
-        return LATENT, 1, call.latent.row_size
-    return KEY_VALUE, *call.key.shape[1:]
+        return KVShape(LATENT, 1, call.latent.row_size)
+    num_kv_heads, head_dim = call.key.shape[1:]
+    if call.is_joined:
+        return KVShape(JOINED, num_kv_heads, head_dim + call.value.shape[-1])
+    return KVShape(KEY_VALUE, num_kv_heads, head_dim)
+
+
+def _values_of_heads(call: LayerCall) -> Tensor:
+    """Return the values, repeated for all heads of a KV head: they have the shape of a result."""
+    return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
 
 
 @dataclass(frozen=True)
@@ -253,6 +292,12 @@ class AskedMask:
     """The mask of a model, as a function of (batch, head, query position, key position)."""
 
     function: MaskFunction
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "AskedMask":
+        """Return the mask itself: Gemma 4 reads a part that is all of it. Raises IndexError for a smaller part."""
+        if any(part.start or part.stop is not None for part in index):
+            raise IndexError(f"a part of a mask, {index}")
+        return self
 
     def sees(self, query: int, key: int) -> bool:
         """Return whether the token at ``query`` sees the one at ``key``."""
@@ -265,8 +310,6 @@ def _why_unserved(call: LayerCall) -> str | None:
         return f"attention that takes {unknown[0]!r} is not served"
     if call.others.get("is_causal") is False:
         return LATER
-    if call.latent is None and call.key.shape != call.value.shape:
-        return f"keys and values that differ in shape ({list(call.key.shape)}, {list(call.value.shape)}) are not served"
     if call.query.shape[1] % call.key.shape[1]:
         return f"its {call.query.shape[1]} heads are no multiple of its {call.key.shape[1]} KV heads"
     return None
@@ -313,8 +356,10 @@ def _attend(
     answer: PagedAttention | Survey = getattr(module, _ATTRIBUTE)
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    query, key, value = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    states = key
+    query, key, value = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
     given = {name: other for name, other in others.items() if other is not None}
+    given.setdefault("is_causal", getattr(module, "is_causal", True))
     shape = LayerShape(scale, sliding_window, softcap, sinks=s_aux)
-    call = LayerCall(layer, shape, query, key, value, attention_mask, given, find_latent(module))
+    call = LayerCall(layer, shape, query, key, value, attention_mask, given, find_latent(module), states)
     return answer.attend(call)[None], None

@@ -67,8 +67,10 @@ def difference(model: LanguageModel, shape: ModelShape, dtype: torch.dtype, refe
     In float32 it is that of the worst token, in 16 bits the third quartile over tokens.
     """
     device = reference.logits[0].device
-    cache_shape = shape.cache_shape(_NUM_BLOCKS, _BLOCK_SIZE)
-    caches = [torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+    caches = [
+        torch.zeros(shape.cache_shape(_NUM_BLOCKS, _BLOCK_SIZE, layer), dtype=dtype, device=device)
+        for layer in range(shape.num_layers)
+    ]
     backend = create_backend("torch")
     # Of tables alone, whose blocks have no bytes.
     layout = KVLayout(num_layers=0, num_kv_heads=1, head_dim=1, block_size=_BLOCK_SIZE, dtype="float32")

@@ -4,6 +4,7 @@ A model that would give wrong answers is refused: first by its configuration, th
 and last by ``engine.models.self_check``.
 """
 
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +59,7 @@ class TransformersModel(LanguageModel):
     ) -> None:
         super().__init__()
         self._is_composite = is_composite
-        self._attention = PagedAttention(survey.reaches, remove_temperatures(whole), survey.layers)
+        self._attention = PagedAttention(survey.reaches, remove_temperatures(whole), survey.places)
         if recurrent.layout is not None:
             self.recurrent = recurrent
         self.special_attention = survey.special_attention
@@ -72,6 +73,8 @@ class TransformersModel(LanguageModel):
         place = next(name for name, module in whole.named_modules() if module is self.decoder)
         whole.set_submodule(place, self._given)
         self.tail = whole
+        # Gemma 4 would look tokens up by their embeddings.
+        self._has_inputs_of_layers = "per_layer_inputs" in inspect.signature(whole.forward).parameters
 
     def forward(
         self,
@@ -94,6 +97,8 @@ class TransformersModel(LanguageModel):
         """See LanguageModel."""
         self._given.states = states[None]
         unread: dict[str, Tensor] = {"inputs_embeds": states[None]}
+        if self._is_composite and self._has_inputs_of_layers:
+            unread["per_layer_inputs"] = states[None]
         if not self._is_composite:  # a composite would look the tokens up, in the decoder that is replaced
             unread = {"input_ids": torch.zeros((1, len(states)), dtype=torch.long, device=states.device)}
         logits: Tensor = self.tail(**unread, use_cache=False).logits[0]
@@ -112,8 +117,12 @@ class _GivenStates(nn.Module):
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
-        numbers = {name: value for name, value in vars(decoder).items() if isinstance(value, float)}
-        vars(self).update(numbers)
+        # In a tuple: as a part it would have all weights twice.
+        self._replaced = (decoder,)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model reads from its decoder, as the tokens of images that Chameleon never answers with."""
+        return getattr(self._replaced[0], name)
 
     def forward(self, *_: object, **__: object) -> ModelOutput:
         """Return ``states`` for any input."""
@@ -159,11 +168,14 @@ class TransformersCheckpoint:
                     getattr(text, "attention_chunk_size", None),
                     getattr(text, "sliding_window", None),
                 )
-                attach(whole, survey)
-                recurrent = RecurrentLayers(whole)
                 tokens = torch.zeros((1, 2), dtype=torch.long, device=device)
+                vocab_size = whole(input_ids=tokens, use_cache=False).logits.shape[-1]
+                attach(whole, survey)
+                whole.set_attn_implementation(ASKING)
+                recurrent = RecurrentLayers(whole)
                 with recurrent.survey():
-                    vocab_size = whole(input_ids=tokens, use_cache=False).logits.shape[-1]
+                    # The decoder alone, as in each step: masks of a whole may depend on its images.
+                    _decoder_of(whole)(input_ids=tokens, use_cache=False)
                 shape = survey.result(text.num_hidden_layers, vocab_size, self.max_positions, recurrent)
                 # Before ``TransformersModel`` takes the decoder out of ``whole``.
                 reference = Reference.of(whole, shape.vocab_size, device)
@@ -194,7 +206,7 @@ class TransformersCheckpoint:
                 **source,
                 config=self._facts.config,
                 dtype=dtype,
-                attn_implementation=ASKING,
+                attn_implementation="eager",  # the parts for images refuse other names
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,

@@ -29,11 +29,9 @@ _COMPOSITES = ("ForConditionalGeneration",)
 _UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
 RECURRENT = "recurrent layers are not served"
 _SPARSE = "sparse attention is not served"
-_UNEQUAL_PARTS = "keys and values that differ in size are not served"
 LATER = "attention to later tokens is not served"
 OTHER_ATTENTION = "its attention cannot run over the paged KV cache"
 _OTHER_POSITIONS = "positions that it counts in its own way are not served"
-UNEQUAL = "layers whose KV differs in shape are not served"
 TWICE = "layers that attend more than once are not served"
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -53,35 +51,48 @@ _STATELESS_LAYERS = frozenset({"mlp", "moe"})
 _WITHOUT_POSITIONS = (LENGTH_WITHOUT_POSITIONS, 2**20)
 _REASONS: Mapping[str, frozenset[str]] = {
     RECURRENT: frozenset({"rwkv", "xlstm"}),
-    OTHER_ATTENTION: frozenset({"doge", "git", "modernbert-decoder"}),
+    OTHER_ATTENTION: frozenset({"doge", "modernbert-decoder"}),
     _OTHER_POSITIONS: frozenset(
-        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
+        "camembert data2vec-text kosmos-2.5 roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
     ),
     "the decoder of an encoder-decoder model is not served": frozenset(
         """bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr
         whisper""".split()
     ),
-    TWICE: frozenset({"diffllama", "hrm_text"}),
+    TWICE: frozenset({"diffllama", "hrm_text", "zamba2"}),
+    "attention that takes 'position_bias' is not served": frozenset({"inkling2_text", "inkling_text"}),
     "layers that attend to images are not served": frozenset({"mllama_text_model"}),
+    "it answers no text without an image": frozenset(
+        {"blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2"}
+    ),
+    "a draft model, which reads the KV of another model, is not served alone": frozenset(
+        {"gemma4_assistant", "gemma4_unified_assistant"}
+    ),
+    "text in patches of bytes, in place of tokens, is not served": frozenset({"blt"}),
+    "its answers are movements of a robot and no text": frozenset({"pi0"}),
+    "it classifies images and answers no text": frozenset({"shieldgemma2"}),
 }
 _REASON_OF_TYPE = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds}
 # Types that attend to earlier tokens alone if ``is_decoder`` is set.
 _ENCODERS = frozenset({"bert", "electra", "ernie", "roc_bert"})
 TRIED = _ENCODERS | frozenset(
-    """afmoe apertus arcee aria aria_text axk1 aya_vision bailing_hybrid bamba beam biogpt bitnet cohere cohere2 cohere2_moe
-    cohere2_vision cohere_compass_text cosmos3_omni ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_vl dots1 ernie4_5
-    ernie4_5_moe exaone4 exaone4_5 exaone_moe falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 gemma3 gemma3_text
-    gemma3n_text glm glm4 glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe glm_ocr glmga got_ocr2 gpt-sw3 gpt2
-    gpt_bigcode gpt_neox gpt_oss granite granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid
-    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3
-    internlm3 internvl iquestcoder jais2 jamba jetmoe kimi_k25 kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm2_vl lfm3
+    """afmoe apertus arcee aria aria_text axk1 aya_vision bailing_hybrid bamba beam biogpt bitnet chameleon cohere cohere2
+    cohere2_moe cohere2_vision cohere_compass cohere_compass_text cosmos3_edge cosmos3_omni ctrl cwm dbrx
+    deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_vl deepseek_vl_hybrid dots1 emu3 ernie4_5 ernie4_5_moe
+    ernie4_5_vl_moe exaone4 exaone4_5 exaone_moe falcon_h1 falcon_mamba fast_vlm flex_olmo flint fuyu gemma gemma2
+    gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm46v glm4_moe
+    glm4_moe_lite glm4v glm4v_moe glm_ocr glmga got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
+    granite4_vision granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
+    hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 internlm3
+    internvl iquestcoder jais2 jamba janus jetmoe kimi_k25 kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm2_vl lfm3
     lfm3_vl lighton_ocr llama4 llama4_text llava llava_next llava_next_video llava_onevision longcat_flash mamba
-    mamba2 mellum minicpm3 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m2 minimax_m3_vl minimax_m3_vl_text ministral
-    ministral3 mistral3 mistral4 mixtral moshi moss_transcribe_diarize nanochat nemotron nemotron_h olmo olmo2 olmo3
-    olmo_hybrid olmoe opt ovis2 paddleocr_vl persimmon phi phi3 phimoe pp_chart2table qianfan_ocr qwen2_5_vl qwen2_moe
-    qwen2_vl qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe seed_oss
-    smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma video_llama_3 video_llava vipllava youtu zamba
-    zaya""".split()
+    mamba2 mellum mimo_v2_flash minicpm3 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m2 minimax_m3_vl
+    minimax_m3_vl_text ministral ministral3 mistral3 mistral4 mixtral molmo2 moshi moss_transcribe_diarize
+    muse_glimmer muse_spark nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt ovis2 paddleocr_vl
+    perception_lm persimmon phi phi3 phi4_multimodal phimoe pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl
+    qwen2_moe qwen2_vl qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_omni_moe_thinker
+    qwen3_vl qwen3_vl_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma video_llama_3
+    video_llava vipllava youtu zamba zaya""".split()
 )
 """Types of which a small model gave transformers' own answers."""
 _SENSES = frozenset({"audio_config", "vision_config"})
@@ -122,7 +133,9 @@ class TransformersFacts:
     @property
     def is_composite(self) -> bool:
         """Return whether the model takes more than text; its text is served."""
-        return self.text is not self.config
+        return self.text is not self.config or not _SENSES.isdisjoint(
+            getattr(self.config, "sub_configs", None) or ()
+        )
 
 
 def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
@@ -149,14 +162,7 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         class_name = names.get(config.model_type)
         if class_name is None or (architecture in names.values() and class_name != architecture):
             raise unserved(architecture, f"its model_type {config.model_type!r} stands for another")
-        text = config.get_text_config()
-        reason = why_unserved(text if architecture.endswith(_COMPOSITES) else config)
-        # Without sizes of its own it would be built as large as the type's default, before its weights are compared.
-        if text is not config and not isinstance(raw.get("text_config"), Mapping):
-            is_flat = raw.get("hidden_size") == getattr(text, "hidden_size", None)
-            reason = reason or (None if is_flat else "config.json has no text_config")
-        if config.is_encoder_decoder or reason is not None:
-            raise unserved(architecture, reason or "it has an encoder")
+        text = _served_text(architecture, raw, config)
         lengths = _lengths(text)
         if lengths is None:
             raise unserved(architecture, "config.json does not give its number of positions")
@@ -164,9 +170,28 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         num_layers = _num_attending(text)
         kv_shape = (0, 1, 1, 1) if num_layers == 0 else None
         if len(shapes) == 1 and num_layers:
+            # The last ones may read the KV of others.
+            num_layers -= int(getattr(text, "num_kv_shared_layers", None) or 0)
             kv_shape = (num_layers, *shapes.pop())
-        windows = _windows(text, kv_shape[0]) if kv_shape else ()
+        windows = _windows(text, kv_shape[0])[: kv_shape[0]] if kv_shape else ()
         return TransformersFacts(config, class_name, *lengths, config.model_type in TRIED, kv_shape, windows)
+
+
+def _served_text(architecture: str, raw: RawConfig, config: Any) -> Any:
+    """Return the configuration of the decoder. Raises SettingError for one that is not served."""
+    # Some of these types have no configuration of a text.
+    reason = "it has an encoder" if config.is_encoder_decoder else _REASON_OF_TYPE.get(config.model_type)
+    if reason is not None:
+        raise unserved(architecture, reason)
+    text = config.get_text_config()
+    reason = why_unserved(text)
+    # Without sizes of its own it would be built as large as the type's default, before its weights are compared.
+    if reason is None and text is not config and not isinstance(raw.get("text_config"), Mapping):
+        is_flat = raw.get("hidden_size") == getattr(text, "hidden_size", None)
+        reason = None if is_flat else "config.json has no text_config"
+    if reason is not None:
+        raise unserved(architecture, reason)
+    return text
 
 
 def _class_names(architecture: str) -> Mapping[str, str]:
@@ -211,10 +236,6 @@ def why_unserved(config: Any) -> str | None:
     """Return why a model of this configuration would give wrong answers here, None if nothing is known against it."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has an encoder"
-    if config.get_text_config() is not config or _SENSES & set(getattr(config, "sub_configs", None) or ()):
-        return "it takes more than text, and only models of text are served"
-    if getattr(config, "num_kv_shared_layers", 0):
-        return "layers that share their KV (num_kv_shared_layers) are not served"
     layer_types = set(getattr(config, "layer_types", None) or ())
     if layer_types & _STATE_LAYERS:
         if not _has_states(config):
@@ -225,9 +246,7 @@ def why_unserved(config: Any) -> str | None:
     is_encoder = config.model_type in _ENCODERS and not getattr(config, "is_decoder", False)
     if is_encoder or getattr(config, "is_causal", True) is False:
         return LATER
-    if reason := _why_shaped_otherwise(config):
-        return reason
-    if reason := _REASON_OF_TYPE.get(config.model_type):
+    if reason := _why_latents_differ(config) or _REASON_OF_TYPE.get(config.model_type):
         return reason
     return _reason_in_code(config)
 
@@ -262,20 +281,14 @@ def _reason_in_code(config: Any) -> str | None:
     return None if any(_REGISTRY in text for text in texts) else OTHER_ATTENTION
 
 
-def _why_shaped_otherwise(config: Any) -> str | None:
-    """Return why a token's KV has no shape that all layers, heads and parts share."""
+def _why_latents_differ(config: Any) -> str | None:
+    """Return why a latent is not that of all heads."""
     if getattr(config, "kv_lora_rank", None):
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None)
         # A latent gives each head a key of its own, which transformers would repeat.
         if kv_heads not in (None, heads):
             return f"latent attention with {kv_heads} KV heads (num_key_value_heads) for {heads} heads is not served"
-        return None
-    if len(_shapes(config)) > 1:  # before sizes that the whole does not have
-        return UNEQUAL
-    sizes = (getattr(config, "head_dim", None), getattr(config, "v_head_dim", None))
-    if all(sizes) and sizes[0] != sizes[1]:
-        return _UNEQUAL_PARTS
     return None
 
 
@@ -332,7 +345,8 @@ def _shape_of(config: Any) -> tuple[int, int, int] | None:
     declared = {*dir(kind), *config.attribute_map, *getattr(kind, "__dataclass_fields__", ())}
     found = (getattr(config, name, None) for name in names if name in declared)
     num_kv_heads = next((each for each in found if isinstance(each, int) and each), None)
-    if num_kv_heads is None or not isinstance(head_dim, int):
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    if num_kv_heads is None or not isinstance(head_dim, int) or value_dim != head_dim:
         return None
     return len(KEY_VALUE), (1 if getattr(config, "multi_query", False) else num_kv_heads), head_dim
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from engine.kv_cache.sizing import (
     CudaProbe,
     HostProbe,
     MemoryReading,
+    Workload,
     available_kv_bytes,
     profile_lengths,
 )
@@ -247,8 +248,21 @@ def test_other_differences_between_ranks_are_an_internal_error() -> None:
     other = KVLayout(num_layers=28, num_kv_heads=1, head_dim=128, block_size=16, dtype="bfloat16")
     with pytest.raises(InternalError, match="differ"):
         unify([KVCacheConfig((5,), cache), KVCacheConfig((5,), CacheLayout.of(other, [None] * 28))])
-    with pytest.raises(InternalError, match="not served"):
-        make_config({"a": SPEC, "b": KVCacheSpec(16, 2, 64, "bfloat16")}, 10**9)
+
+
+def test_shapes_that_differ_need_windows_that_differ() -> None:
+    """Only a group of layers has a shape of its own, and without groups there is one shape."""
+    other = KVCacheSpec(16, 2, 64, "bfloat16")
+    workload = Workload(4096, 512, 4)
+    with pytest.raises(SettingError, match="neither handed over nor kept in KV tiers"):
+        make_config({"a": SPEC, "b": replace(other, window=64)}, 10**9)
+    with pytest.raises(
+        SettingError, match=r"the layers \[0, 1\] have equal windows and KV of different shapes"
+    ):
+        make_config({"a": SPEC, "b": other}, 10**9, workload)
+    # A window that is wider than any text is still one.
+    cache = make_config({"a": SPEC, "b": replace(other, window=9999)}, 10**9, workload).cache
+    assert [group.layout.head_dim for group in cache.groups] == [SPEC.head_size, 64]
 
 
 @given(st.integers(1, 600), st.integers(1, 300), st.integers(2, 4096))

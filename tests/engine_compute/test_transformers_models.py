@@ -144,11 +144,6 @@ def write(folder: Path, name: str, **fields: Any) -> Path:
             {"n_head": 4, "max_position_embeddings": 64},
             "its attention cannot run over the paged KV cache",
         ),
-        (
-            "MiMoV2Flash",
-            {"n_routed_experts": 4, "head_dim": 16, "v_head_dim": 8, "moe_intermediate_size": 32},
-            "keys and values that differ in size are not served",
-        ),
         ("Electra", {"max_position_embeddings": 64}, "attention to later tokens is not served"),
         ("DiffLlama", {"max_position_embeddings": 64}, "layers that attend more than once are not served"),
         ("RecurrentGemma", {"max_position_embeddings": 64}, "recurrent layers are not served"),

@@ -93,6 +93,26 @@ _DELTA_AND_LATENT = {
     "linear_num_heads": 4,
     "linear_head_dim": 16,
 }
+_SMALL_VQ = {
+    "base_channels": 32,
+    "channel_multiplier": [1, 1],
+    "num_res_blocks": 1,
+    "projection_dim": 64,
+    "image_token_embed_dim": 64,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_COMPASS_ROPE = {
+    "rope_parameters": {
+        kind: {**_ROPE, "mrope_section": [2, 3, 3]} for kind in ("full_attention", "sliding_attention")
+    }
+}
+_EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
+_GEMMA4 = {
+    "global_head_dim": 32,
+    "layer_types": _EVERY_OTHER,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+}
 _OF_FAMILY: Mapping[str, dict[str, Any]] = {
     **{family: {"text_config": _MROPE} for family in _WITH_MROPE},
     "glm4v_moe": {"text_config": _HALF_MROPE},
@@ -127,7 +147,33 @@ _OF_FAMILY: Mapping[str, dict[str, Any]] = {
         "vision_config": {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
     },
     "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "layer_types": _EVERY_OTHER,
+    },
+    **{
+        family: {
+            "text_config": _GEMMA4,
+            "image_token_id": PAD_ID,
+            "video_token_id": PAD_ID,
+            "audio_token_id": PAD_ID,
+        }
+        for family in ("gemma4", "gemma4_unified")
+    },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "mimo_v2_flash": {"v_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "perception_lm": {
+        "vision_config": {**_VISION, "model_type": "siglip_vision_model", "model_args": {"embed_dim": 32}}
+    },
+    **{
+        family: {"text_config": _MROPE, "vision_start_token_id": PAD_ID}
+        for family in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+    },
+    "t5gemma2": {"decoder": {"hidden_size": 64, "vocab_size": VOCAB_SIZE}},
     "zaya": {"num_experts_per_tok": 1},
     # As they are published; without layer types, all layers of theirs are attention.
     "lfm2": _SHORT_CONVOLUTIONS,
@@ -143,8 +189,75 @@ _OF_FAMILY: Mapping[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-    # Its generate, with a cache, differs from its own forward pass beyond a window.
-    "moshi": {"sliding_window": 300},
+    "chameleon": {"vocabulary_map": {"<image>": 5}, "vq_config": _SMALL_VQ},
+    "cohere_compass": {"text_config": _COMPASS_ROPE},
+    "cohere_compass_text": _COMPASS_ROPE,
+    "cosmos3_edge": {"text_config": _MROPE},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", *["sparse"] * 3], "num_key_value_heads": 4}
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32},
+    },
+    "dots3_note": {
+        "text_config": _LATENT,
+        "vision_config": {"mlp_layer_types": ["dense"], "adapter_in_dim": 32, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 64},
+    },
+    "dots3_note_text": _LATENT,
+    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}, "vq_config": _SMALL_VQ},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}}},
+    # Their own parts for images need a library that is not installed here.
+    "fast_vlm": {"vision_config": {**_VISION, "model_type": "siglip_vision_model"}},
+    "florence2": {"vision_config": {"patch_size": [7, 3, 3, 3], "embed_dim": [8] * 4, "num_heads": [2] * 4}},
+    "glm5_next": {"text_config": _ONE_SHAPE},
+    "granite4_vision": {
+        "deepstack_layer_map": [],
+        "downsample_rate": "1/2",
+        "qformer_config": {"hidden_size": 64, "num_attention_heads": 1},
+        "vision_config": {"hidden_size": 64},
+    },
+    "hunyuan_vl": {"text_config": _MROPE},
+    "janus": {
+        "vision_config": {"projection_dim": 64},
+        "vq_config": _SMALL_VQ,
+    },
+    "longcat_flash": {
+        **_LATENT,
+        "head_dim": 8,
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0]}},
+    "muse_spark": {
+        "out_hidden_size": 64,
+        "projector_hidden_size": 64,
+        "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [8] * 4, "out_hidden_size": 64},
+    },
+    "muse_glimmer": {"out_hidden_size": 64, "projector_hidden_size": 64},
+    **{family: {"is_decoder": True} for family in ("bert", "electra", "ernie", "roc_bert")},
+}
+
+
+WRONG_WITH_A_CACHE = frozenset({"moshi", "qwen3_omni_moe_thinker"})
+"""Types whose generate with a cache differs from their own forward pass."""
+# Of types whose own defaults are refused by their classes.
+_WHOLE: Mapping[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        }
+    },
+    "nemotron_h_omni": {
+        "text_config": {"model_type": "nemotron_h"},
+        "vision_config": {"model_type": "radio", "video_temporal_patch_size": 2},
+    },
 }
 
 
@@ -153,17 +266,23 @@ def families() -> list[str]:
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
-def make_tiny(family: str) -> Any:
-    """Return a model with the weights that transformers initialises. Raises whatever its classes raise."""
+def tiny_config(family: str) -> tuple[Any, Any]:
+    """Return a small configuration, with its class in ``architectures``, and that class. Raises whatever these raise."""
     kind = CONFIG_MAPPING[family]
-    config = kind(**_shrunk(kind, kind(), _TEXT, _OF_FAMILY.get(family, {})))
+    fields = _WHOLE.get(family) or _shrunk(kind, kind(), _TEXT, _OF_FAMILY.get(family, {}))
+    config = kind(**fields)
     composite = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family, "")
     is_composite = (
         composite.endswith("ForConditionalGeneration") or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
-    model_class = getattr(
-        transformers, composite if is_composite else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
-    )
+    name = composite if is_composite else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    config.architectures = [name]
+    return config, getattr(transformers, name)
+
+
+def make_tiny(family: str) -> Any:
+    """Return a model with the weights that transformers initialises. Raises whatever its classes raise."""
+    config, model_class = tiny_config(family)
     with torch.device("meta"):
         size = sum(each.numel() for each in model_class(config).parameters())
     if size > _MAX_PARAMETERS:
@@ -182,7 +301,9 @@ def _shrunk(kind: Any, usual: Any, small: Mapping[str, Any], own: Mapping[str, A
             fields[real] = value
     for name in kind.sub_configs or ():
         part = getattr(usual, name, None)
-        if part is not None and name in declared:
+        if "model_type" in own.get(name, {}):
+            fields[name] = own[name]
+        elif part is not None and name in declared:
             sizes = _TEXT if "text" in name else _VISION
             inner = _shrunk(type(part), part, sizes, own.get(name, {}))
             fields[name] = {"model_type": type(part).model_type, **inner}
