@@ -186,29 +186,39 @@ class RequestPreparer:
         )
 
     def _checked(self, request: _Request, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
-        make: Callable[..., PreparedRequest]
-        exact: Callable[..., PreparedRequest]
-        if isinstance(request, GenerationRequest):
-            given = request.stop
-            stop = self._stops.setdefault(given, StopAutomaton(given)) if given else NO_STOPS
-            shortens = self._shortens_answers
-            make = partial(prepare, request, prompt_ids, card, stop=stop, shortens_answers=shortens)
-            exact = partial(make, shortens_answers=False)
-        else:
-            make = exact = partial(prepare_embedding, request, prompt_ids, card)
-        return self._rules.apply(self._within_length(make, exact, card))
+        """Return a request for the attached workers; if it is too long, for a larger one that was detached a moment ago.
 
-    def _within_length(
-        self, make: Callable[..., PreparedRequest], exact: Callable[..., PreparedRequest], card: ModelCard
-    ) -> PreparedRequest:
-        """Prepare a request for the attached workers; if it is too long, for a larger one that was detached a moment ago.
-
-        An answer is not shortened for a small worker while a larger one starts again. exact: prepares without shortening.
+        An answer is not shortened for a small worker while a larger one starts again.
         """
         now = self._registry.max_model_len(card.max_model_len)
         recent = self._registry.recent_max_model_len(card.max_model_len)
         if now < recent:
             # a worker that was detached a moment ago may take it when it is back, so this is no error yet
             with suppress(ContextLengthError):
-                return exact(max_model_len=now, timeout_seconds=self._timeout_seconds)
-        return make(max_model_len=recent, timeout_seconds=self._timeout_seconds)
+                return self._prepared(request, prompt_ids, card, now, shortens_answers=False)
+        return self._prepared(request, prompt_ids, card, recent, shortens_answers=self._shortens_answers)
+
+    def _prepared(
+        self,
+        request: _Request,
+        prompt_ids: list[int],
+        card: ModelCard,
+        max_model_len: int,
+        *,
+        shortens_answers: bool,
+    ) -> PreparedRequest:
+        if isinstance(request, EmbeddingRequest):
+            made = prepare_embedding(request, prompt_ids, card, max_model_len, self._timeout_seconds)
+        else:
+            given = request.stop
+            stop = self._stops.setdefault(given, StopAutomaton(given)) if given else NO_STOPS
+            made = prepare(
+                request,
+                prompt_ids,
+                card,
+                max_model_len,
+                self._timeout_seconds,
+                stop,
+                shortens_answers=shortens_answers,
+            )
+        return self._rules.apply(made)
