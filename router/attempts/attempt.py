@@ -210,7 +210,6 @@ class Attempt:
             if leg is self.legs.last:
                 self._owner.on_last_leg_began(output.timings)
         leg.next_index = max(leg.next_index, output.first_index + len(output.token_ids))
-        self.report.add(output, has_transfer=leg is self.legs.last and leg.first_index == 1)
         if output.finish_reason:
             # the worker has done its part, which ends the answer if the leg contributes to it
             if leg.kind.result is Result.EMBEDDING and not output.pooled:
@@ -219,7 +218,9 @@ class Attempt:
                 self.output.end_with(output, leg.next_index)
             leg.on_ended()
         self.output.add(output, entry)
-        if is_first or output.finish_reason:  # no other entry changes whether a leg is over
+        # no other entry has a report, or changes whether a leg is over
+        if is_first or output.finish_reason:
+            self.report.add(output, has_transfer=leg is self.legs.last and leg.first_index == 1)
             self.legs.unbind_finished()
 
 

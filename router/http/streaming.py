@@ -67,7 +67,9 @@ class EventStream:
     @property
     def has_room(self) -> bool:
         """True if the headers were sent and a small write cannot wait for the client."""
-        return self._transport is not None and _is_empty(self._transport)
+        transport = self._transport
+        # as ``_is_empty``, without a call: every token of every stream asks for it
+        return transport is not None and not (transport.is_closing() or transport.get_write_buffer_size())
 
     def send_now(self, chunks: Sequence[Event] = ()) -> None:
         """Write chunks while there is room; without any, what readers skip."""
