@@ -166,7 +166,7 @@ class Answer:
         """Return the delta of a batch. Tokens after a stop string are not part of it."""
         delta = Delta()
         for token in batch.tokens:
-            text, token.text_offset = self._texts.push(token)
+            text = self._texts.push(token)
             delta.tokens.append(token)
             self.num_tokens += 1
             if self._is_plain:
@@ -225,8 +225,8 @@ class TokenTexts:
         self._num_characters = 0
         self._holds_text = False
 
-    def push(self, token: Token) -> tuple[str, int]:
-        """Return the text that became certain with a token, and the offset at which the token itself begins."""
+    def push(self, token: Token) -> str:
+        """Return the text that became certain with a token, and set the offset at which the token itself begins."""
         token_id = token.token_id
         if token_id in self._hidden:
             text = ""
@@ -234,13 +234,13 @@ class TokenTexts:
             text = self._detokenizer.push(token_id)
         else:
             text = self._detokenizer.flush() + tag
-        offset = self._num_characters
+        token.text_offset = self._num_characters
         # the text may begin with characters that earlier tokens had left unfinished
         if self._holds_text and len(text) > 1:
-            offset += self._num_before(token_id, text)
+            token.text_offset += self._num_before(token_id, text)
         self._num_characters += len(text)
         self._holds_text = self._detokenizer.has_unread
-        return text, offset
+        return text
 
     def flush(self) -> str:
         """Return the text of an unfinished character at the end of the answer."""

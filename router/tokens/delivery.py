@@ -66,14 +66,14 @@ class Delivery:
         self._attempt = attempt
         self._early.clear()
 
-    def accept(self, attempt: int, tokens: Sequence[Token]) -> list[Token]:
+    def accept(self, attempt: int, tokens: list[Token]) -> list[Token]:
         """Take consecutive tokens of an attempt. Return those that are due now, in order."""
         if attempt != self._attempt:
             return []
         # Nearly always, so without a dictionary.
         if tokens and tokens[0].index == self.next_index and not self._early:
             self.next_index += len(tokens)
-            return list(tokens)
+            return tokens
         for token in tokens:
             if token.index >= self.next_index:
                 self._early.setdefault(token.index, token)

@@ -25,7 +25,7 @@ def test_special_tokens_of_a_format_are_seen_and_not_shown(name: str, variant: s
     text = written(name, variant, [PARIS, ALL, NOW], "Look: 世界", "Done.<|other|>")
     hidden = [token_id for end in ENDS if (token_id := tokenizer.token_id(end)) is not None]
     texts = TokenTexts(tokenizer, [], hidden, parser.tags, skip_special_tokens=True)
-    pieces = [texts.push(Token(0, token_id))[0] for token_id in tokenizer.encode(text)]
+    pieces = [texts.push(Token(0, token_id)) for token_id in tokenizer.encode(text)]
     found = parse(parser, *pieces, texts.flush())
     assert values(found) == [PARIS, ALL, NOW]
     assert "".join(found.content.split()) == "Look:世界Done."
