@@ -104,7 +104,7 @@ class FakeRunner:
             del self._sequences[key]
         self._copy(scheduled.block_copies)
         starts = self._update(scheduled)
-        kinds = {self._is_decode(scheduled, key, start) for key, start in starts.items()}
+        kinds = {self._is_decode(key, start) for key, start in starts.items()}
         self.num_mixed_steps += {True, False} <= kinds
         assert starts.keys() == scheduled.num_scheduled_tokens.keys()
         is_cheap = scheduled.is_decode_only and scheduled.kv_connector_metadata is None
@@ -149,14 +149,12 @@ class FakeRunner:
         if self._states is not None and copies:
             self._states.copy(copies[-1])
 
-    def _is_decode(self, scheduled: SchedulerOutput, key: str, start: int) -> bool | None:
-        """Return whether a step continues an answer; None if its KV may be from the cache, or another worker."""
+    def _is_decode(self, key: str, start: int) -> bool | None:
+        """Return whether a step continues an answer; None if it may also be the end of a prompt, or of a replayed answer."""
         sequence = self._sequences[key]
         if start < len(sequence.token_ids) - 1 or start < sequence.num_prompt_tokens:
             return False
-        cached = scheduled.scheduled_cached_reqs
-        resumed = dict(zip(cached.req_ids, cached.resumed_from_preemption, strict=True))
-        return None if resumed.get(key, True) else True
+        return sequence.has_sampled or None
 
     def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """Record new and continued requests; return where each one's computation starts."""
@@ -184,6 +182,7 @@ class FakeRunner:
             if cached.resumed_from_preemption[index]:
                 assert cached.new_token_ids[index] == sequence.token_ids
                 sequence.tables = list(map(list, blocks))
+                sequence.has_sampled = False
             else:
                 for table, added in zip(sequence.tables, blocks, strict=True):
                     table.extend(added)

@@ -10,7 +10,10 @@ from tests.fakes.engine.memory import prefix_codes
 
 @dataclass
 class FakeSequence:
-    """A request: its tokens, the code of each prefix, and its tables."""
+    """A request: its tokens, the code of each prefix, and its tables.
+
+    has_sampled: a token was sampled since its KV was computed from the start, or received.
+    """
 
     token_ids: list[int]
     codes: list[int]
@@ -20,8 +23,10 @@ class FakeSequence:
     num_choices: int = 1
     pooling: PoolingParams | None = None
     pooled_codes: list[int] = field(default_factory=list)
+    has_sampled: bool = False
 
     def append(self, token_id: int) -> None:
+        self.has_sampled = True
         self.token_ids.append(token_id)
         self.codes.append(prefix_codes(self.token_ids)[-1])
 
