@@ -98,7 +98,8 @@ def test_an_urgent_job_that_is_one_too_many_waits_for_urgent_ones_only(bench: Be
     niceness: Queue[int] = Queue()
     bench.threads.submit(lambda: niceness.put(os.nice(0)), is_urgent=True)
     may_end.set()
-    assert niceness.get(timeout=WAIT_SECONDS) == os.nice(0)
+    # The compilations wait for longer.
+    assert niceness.get(timeout=WAIT_SECONDS / 4) == os.nice(0)
 
 
 @pytest.mark.parametrize("is_urgent", [False, True])
