@@ -168,8 +168,9 @@ class GroupedSide(Side, frozen=True):
 
     @property
     def groups(self) -> tuple[Side, ...]:
-        """See Side."""
-        return tuple(Side(group.layout, self.num_ranks, self.num_kv_heads) for group in self.layers)
+        """See Side. Groups of one rank may differ in their heads; several ranks share the same heads in each group."""
+        heads = self.num_kv_heads if self.num_ranks > 1 else 0
+        return tuple(Side(group.layout, self.num_ranks, heads) for group in self.layers)
 
     @property
     def group_names(self) -> tuple[str, ...]:

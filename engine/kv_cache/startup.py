@@ -107,8 +107,8 @@ def make_config(
     if len(set(layouts)) > 1:
         if workload is None:
             raise SettingError(
-                "the layers of this model have KV of different shapes, which is neither handed over nor kept in KV tiers: "
-                "serve it without a connector, host_kv_bytes and disk_kv_dir",
+                "the layers of this model have KV of different shapes, which is not kept in KV tiers: leave host_kv_bytes "
+                "and disk_kv_dir unset",
                 param="model",
             )
         try:

@@ -15,6 +15,7 @@ from engine.settings import EngineSettings
 from tests.checkpoints import reference_greedy, write_checkpoint
 from tests.engine_compute.driver import greedy
 from tests.engine_compute.test_cache_groups import CHUNK, NUM_TOKENS, PROMPTS, GroupedDriver
+from tests.engine_pair import Sides, running_pair, tokens_of
 from tests.families.tiny_models import make_tiny
 
 # Layers, window, parts, KV heads and numbers of a part, of each group. The last two layers of a Gemma read those of the
@@ -59,5 +60,27 @@ def test_each_layer_has_the_bytes_of_its_own_shape(tmp_path: Path, family: str) 
 async def test_kv_of_different_shapes_is_not_kept_in_tiers(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, make_tiny("gemma4_text"), 3)
     settings = EngineSettings(model=tmp_path, kv_cache_bytes=1 << 20, host_kv_bytes=1 << 20)
-    with pytest.raises(SettingError, match="have KV of different shapes, which is neither handed over nor"):
+    with pytest.raises(SettingError, match="have KV of different shapes, which is not kept in KV tiers"):
         await InProcessClient.start(settings)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash"])
+async def test_each_group_is_handed_over_with_its_own_bytes(
+    tmp_path: Path, family: str, transport: str
+) -> None:
+    """All blocks of layers that see all tokens, and of the others those that the next token sees."""
+    model = make_tiny(family)
+    write_checkpoint(tmp_path, model, 3)
+    prompt = PROMPTS["c"]
+    sampling = greedy(max_tokens=NUM_TOKENS, ignore_eos=True)
+    async with running_pair(tmp_path, sides=Sides(transport=transport), block_size=4) as pair:
+        legs = await pair.ask("shaped", prompt, sampling)
+        counters = await pair.decode.call("counters")
+        await pair.until_free()
+    assert tokens_of(*legs) == reference_greedy(model, prompt, NUM_TOKENS)
+    num_blocks = [12, 2]  # 45 tokens; the next one sees the positions from 40 on
+    num_bytes = 0
+    for count, (layers, _, parts, num_heads, head_dim) in zip(num_blocks, GROUPS[family], strict=True):
+        num_bytes += count * 4 * len(layers) * len(parts) * num_heads * head_dim * 4
+    assert counters[f"transfer_bytes_total{{transport={transport}}}"] == num_bytes

@@ -30,7 +30,7 @@ from tests.engine_pair import Sides, outputs_of, running_pair, tokens_of
 from tests.families.tiny_models import WRONG_WITH_A_CACHE, families, make_tiny, tiny_config
 
 EQUAL = "every token equals `generate`'s, also handed over by shm and by tcp"
-EQUAL_ALONE = "every token equals `generate`'s in one engine; it is not handed over yet"
+EQUAL_ALONE = "every token equals `generate`'s in one engine; recurrent layers are not handed over"
 WRONG_BEHIND = "equal in one engine, but wrong over"
 NOT_MADE = "not tried: this survey makes no small model of it"
 WRONG = "wrong"
