@@ -14,7 +14,8 @@ _OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping", "/ready", "/version"}
 _METRICS = "/metrics"
 _PREFLIGHT_SECONDS = "600"
 _EXPOSED = "Retry-After, Server-Timing, X-Request-Id, x-kvbaton-request-id"
-_TENANT = web.RequestKey("tenant", str)
+TENANT = web.RequestKey("tenant", str)
+"""The digest of the client's API key, noted by ``key_check``; "" if no key is required."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Check = Callable[[web.Request], None]
 """Raises an error for a request that is rejected."""
@@ -47,14 +48,14 @@ def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Che
                 wrong.note(request.remote or "a disconnected client")
                 raise
             tenant = keys.tenant(authorization)
-        request[_TENANT] = tenant
+        request[TENANT] = tenant
 
     return check
 
 
 def tenant_of(request: web.Request) -> str:
     """Return the digest of the API key that ``key_check`` accepted; "" if no key is required."""
-    return request[_TENANT]
+    return request[TENANT]
 
 
 class Cors:

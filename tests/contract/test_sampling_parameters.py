@@ -47,7 +47,7 @@ OTHER_MEANINGS: dict[str, dict[str, str]] = {
         "router/http/openapi.py": "_CHOICE",
         "router/http/responses/formatter.py": "MessageItem ResponseFormatter",
         "router/tokens/delivery.py": "Token",
-        "wire/tokens.py": "EngineOutput logprobs_to_proto output_to_proto",
+        "wire/tokens.py": "_READ logprobs_to_proto output_to_proto",
     },
     "prompt_logprobs": {
         "contract/outputs.py": "EngineOutput",
@@ -60,7 +60,7 @@ OTHER_MEANINGS: dict[str, dict[str, str]] = {
         "router/grpc/messages.py": "generate_response",
         "router/http/generation/chat_formatter.py": "ChatFormatter",
         "router/http/generation/completion_formatter.py": "CompletionFormatter",
-        "wire/tokens.py": "EngineOutput output_to_proto",
+        "wire/tokens.py": "_READ output_to_proto",
     },
 }
 """Name → file → definitions (classes, functions, module variables, constructed classes) in which it is another thing."""

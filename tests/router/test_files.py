@@ -13,6 +13,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from contract.errors import SettingError
+from router.http.access import TENANT
 from router.http.files.files import FileEndpoints
 from router.service import RouterService
 from router.settings import RouterSettings
@@ -178,7 +179,9 @@ async def test_an_upload_that_is_cancelled_while_its_file_is_created_leaves_noth
             service.storage, service.runner, timeout_seconds=60.0, body_seconds=60.0, stall_seconds=60.0
         )
         headers = {"Content-Type": "multipart/form-data; boundary=b"}
-        uploading = asyncio.create_task(endpoints.upload(make_mocked_request("POST", "/v1/files", headers)))
+        request = make_mocked_request("POST", "/v1/files", headers)
+        request[TENANT] = ""
+        uploading = asyncio.create_task(endpoints.upload(request))
         await asyncio.to_thread(disk.is_asked.wait, 10)
         uploading.cancel()
         disk.may_create.set()
