@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.cache_layout import CacheLayout
-from contract.errors import InternalError
+from contract.errors import SettingError
 from contract.layout import KVLayout
 from engine.kv_cache.sizing import Workload, share_memory
 from engine.kv_cache.startup import KVCacheConfig, KVCacheSpec, make_config, unify
@@ -90,8 +90,15 @@ def test_layers_are_grouped_by_their_windows_if_memory_is_shared() -> None:
     assert grouped.num_blocks == ((100_000 - 6 * 256) // 256, 6)
     assert make_config(specs(100, None), 100_000, workload) == uniform
     assert make_config(specs(99, None), 100_000, workload) != uniform
-    with pytest.raises(InternalError, match="not served"):
-        make_config({"a": KVCacheSpec(4, 1, 8, "float32"), "b": KVCacheSpec(4, 2, 8, "float32")}, 100_000)
+
+
+def test_layers_with_equal_windows_and_other_shapes_are_refused() -> None:
+    unequal = {"a": KVCacheSpec(4, 1, 8, "float32"), "b": KVCacheSpec(4, 2, 8, "float32")}
+    with pytest.raises(SettingError, match="different shapes, which is not kept in KV tiers"):
+        make_config(unequal, 100_000)
+    workload = Workload(max_model_len=100, max_num_batched_tokens=8, max_num_seqs=1)
+    with pytest.raises(SettingError, match="this model is not served"):
+        make_config(unequal, 100_000, workload)
 
 
 def test_ranks_have_the_smallest_number_of_blocks_of_each_group() -> None:
