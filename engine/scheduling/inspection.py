@@ -82,10 +82,10 @@ def check_integrity(scheduler: SchedulerState) -> None:
     pool = scheduler.pool
     queues = scheduler.queues
     live = scheduler.live
-    scheduler.pools.check_integrity()
+    leases = set(map(lease_holder, scheduler.remote_kv.sender.leases))
+    scheduler.pools.check_integrity(leases)
     live.index.check_integrity()
     assert sorted(live.index.keys) == sorted(scheduler.requests)
-    leases = map(lease_holder, scheduler.remote_kv.sender.leases)
     tiers = scheduler.remote_kv.tiers
     copies = tiers.holders if tiers is not None else []
     assert set(scheduler.pools.holders()) <= {*scheduler.requests, *leases, *copies}

@@ -142,6 +142,18 @@ def test_what_was_promised_is_there_whoever_shares_the_blocks() -> None:
     pools.check_integrity()
 
 
+def test_a_lent_prompt_may_end_between_two_chunks() -> None:
+    """Its lease has the blocks of the whole prompt where all tokens are kept, and of a window those of its chunks."""
+    pools = pools_of(groups_of(None, 3), (30, 10))
+    allocate_to_lend(pools, "lent", 20, 2, pools.empty())
+    hand_over(pools, "lent", "lease")
+    pools.check_integrity({"lease"})
+    with pytest.raises(AssertionError, match="unequal tables"):
+        pools.check_integrity()
+    pools.free("lease")
+    assert [pool.num_available_blocks for pool in pools.pools] == [29, 9]
+
+
 def test_a_received_prompt_gets_what_its_windows_reach() -> None:
     """A prompt of 21 tokens, 8 of them cached: all other blocks, and with a window those that the token at 21 sees."""
     pools = pools_of(groups_of(None, 6), (30, 12))

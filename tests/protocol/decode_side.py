@@ -12,7 +12,7 @@ from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Alternatives
-from tests.protocol.engine_side import LAYOUT, Connector, Content, EngineSide, no_time
+from tests.protocol.engine_side import Connector, Content, EngineSide, named, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
@@ -26,22 +26,26 @@ _WAITING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 class Reading:
-    """A posted pull. stage: posted → copying → copied → landed. source_blocks: those that it reads, once begun."""
+    """A posted pull. stage: posted → copying → copied → landed.
+
+    source_group, source_blocks: the group and the blocks that it reads, once begun.
+    """
 
     def __init__(self, job: PullJob, read: Read) -> None:
-        self.key, self.name, self.first_block = job.key, job.name, job.first_block
+        self.key, self.name, self.first_block, self.group = job.key, job.name, job.first_block, job.group
         self.block_ids, self.seeds = job.block_ids, job.seeds
         self.digests = job.shares[0].digests if job.shares else ()
         self.read = read
         self.part, self.ahead = job.part, job.ahead
         self.lane = lane_of(job.source)
         self.stage = "posted"
+        self.source_group = 0
         self.source_blocks: tuple[int, ...] = ()
         self.num_copied = 0
 
     @property
     def request(self) -> ReadRequest:
-        return ReadRequest(self.name, self.first_block, len(self.block_ids))
+        return ReadRequest(self.name, self.first_block, len(self.block_ids), group=self.group)
 
 
 def lane_of(source: Source) -> str:
@@ -65,7 +69,7 @@ class DecodeSide(EngineSide):
     """Owns one incarnation of a decode worker. lanes: posted reads by ``lane_of`` their source; severed: lanes that fail."""
 
     def __init__(self, scenario: Scenario, sink: Sink, boot: str) -> None:
-        super().__init__(scenario, sink, boot, scenario.decode_blocks)
+        super().__init__(scenario, sink, boot, scenario.decode_blocks, DECODE_BUDGET)
         self.lanes: dict[str, list[Reading]] = {}
         self.severed: set[str] = set()
         self.commits: list[Committing] = []
@@ -82,7 +86,7 @@ class DecodeSide(EngineSide):
             no_time,
         )
         connector = Connector(None, self.transfers)
-        self.scheduler = self.make_scheduler(scenario.rules.decode_stages, connector, DECODE_BUDGET)
+        self.scheduler = self.make_scheduler(scenario.rules.decode_stages, connector)
 
     def prepare(self) -> None:
         """Do nothing before a call."""
@@ -122,17 +126,19 @@ class DecodeSide(EngineSide):
         for request in late:
             self.scheduler.live.finish(request, Finish.with_error(ErrorKind.DEADLINE, "no KV came in time"))
 
-    def begin(self, peer: str, source_blocks: tuple[int, ...]) -> None:
+    def begin(self, peer: str, source_group: int, source_blocks: tuple[int, ...]) -> None:
         """Begin a read whose lease was valid before the first byte."""
         reading = self.lanes[peer][0]
-        reading.source_blocks, reading.stage = source_blocks, "copying"
+        reading.source_group, reading.source_blocks, reading.stage = source_group, source_blocks, "copying"
 
     def take_block(self, peer: str, content: Content | None) -> None:
         """Land the bytes of the next block."""
         reading = self.lanes[peer][0]
         block = reading.block_ids[reading.num_copied]
-        self._check_may_write(reading.key, block)
-        self.contents[block] = self._joined(reading, block, CORRUPT if content is None else content)
+        self._check_may_write(reading.key, reading.group, block)
+        self.contents[reading.group][block] = self._joined(
+            reading, block, CORRUPT if content is None else content
+        )
         reading.num_copied += 1
         if reading.num_copied == len(reading.block_ids):
             reading.stage = "copied"
@@ -169,7 +175,7 @@ class DecodeSide(EngineSide):
             self.end(peer, "stopped")
             return
         found = [
-            self.sink.digest(self.contents.get(block), seed)
+            self.sink.digest(self.contents[reading.group].get(block), seed)
             for block, seed in zip(reading.block_ids, reading.seeds, strict=True)
         ]
         if self.scenario.checks_digests and found != list(reading.digests):
@@ -185,9 +191,7 @@ class DecodeSide(EngineSide):
         if job.read.is_stopped or request is None:
             self.transfers.fetch_event(job.key, ev.JobStopped())
             return
-        self.check_prefix(
-            job.key, self.pool.table_of(job.key), request.token_ids[: request.num_prompt_tokens]
-        )
+        self.check_prefix(job.key, request.token_ids[: request.num_prompt_tokens])
         self.transfers.fetch_event(job.key, ev.CommitDone())
 
     def _joined(self, reading: Reading, block: int, content: Content) -> Content:
@@ -196,38 +200,38 @@ class DecodeSide(EngineSide):
             return (*content, HALF)
         if reading.ahead is None or not reading.ahead.num_read:
             return content
-        return content if self.contents.get(block) == (*content, HALF) else CORRUPT
+        return content if self.contents[reading.group].get(block) == (*content, HALF) else CORRUPT
 
     def _post(self, reading: Reading) -> None:
         before = self.lanes.get(reading.lane, [])
         one_after_the_other = {id(each) for each in before if each.part is not None}
         for posted in (each for lane in self.lanes.values() for each in lane):
-            if id(posted) in one_after_the_other:
+            if id(posted) in one_after_the_other or posted.group != reading.group:
                 continue
             for block in set(posted.block_ids).intersection(reading.block_ids):
                 raise LawBrokenError(
-                    f"{self.boot}: block {block} is read into twice at once, for {reading.key}"
+                    f"{self.boot}: {named(reading.group, block)} is read into twice at once, for {reading.key}"
                 )
         self.lanes.setdefault(reading.lane, []).append(reading)
 
-    def _check_may_write(self, key: str, block: int) -> None:
-        is_quarantined = block in self.pool._quarantined.get(key, ())
-        owner = self.owner_of(block)
+    def _check_may_write(self, key: str, group: int, block: int) -> None:
+        pool = self.pools.pools[group]
+        is_quarantined = block in pool._quarantined.get(key, ())
+        owner = self.owner_of(group, block)
+        writes = f"{self.boot}: a read for {key} writes into {named(group, block)}"
         if owner != key and not is_quarantined:
-            raise LawBrokenError(
-                f"{self.boot}: a read for {key} writes into block {block}, which is"
-                f" {'held by ' + owner if owner else 'free'}"
-            )
-        if self.pool._index.content_of(block):
-            raise LawBrokenError(f"{self.boot}: a read for {key} writes into block {block}, which is visible")
+            raise LawBrokenError(f"{writes}, which is {'held by ' + owner if owner else 'free'}")
+        if pool._index.content_of(block):
+            raise LawBrokenError(f"{writes}, which is visible")
 
     def tidy(self) -> None:
         """Forget idle lanes."""
         super().tidy()
         self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
+        block_bytes = self.pools.groups[0].layout.block_bytes  # the other group has as many layers
         for incoming in self.transfers._incoming:
             self.sink.climbed.add(incoming.fetch.retry_steps)
-            if incoming.num_bytes > (1 + len(RetryStep)) * incoming.fetch.num_blocks * LAYOUT.block_bytes:
+            if incoming.num_bytes > (1 + len(RetryStep)) * incoming.fetch.num_blocks * block_bytes:
                 raise LawBrokenError(f"{self.boot}: what {incoming.key} lacks is read again and again")
 
     def what_is_held(self) -> list[str]:

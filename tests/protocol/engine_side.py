@@ -1,17 +1,19 @@
 """A worker's step thread: production's scheduler over a model whose KV is the tokens that it was computed from."""
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
-from contract.cache_layout import CacheLayout
+from contract.cache_layout import CacheGroup, CacheLayout, GroupedSide
 from contract.errors import KvbatonError
 from contract.identity import Role
-from contract.layout import KVLayout, Side
+from contract.layout import KVLayout
 from contract.outputs import EngineOutput
 from contract.requests import HandOff, ReceiveTransfer, SendTransfer
 from engine.connector import ReceiverConnector, SenderConnector, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.blocks.block_pool import BlockPool
-from engine.scheduling.blocks.cache_pools import CachePools
+from engine.scheduling.blocks.block_pool import NULL_BLOCK
+from engine.scheduling.blocks.cache_pools import CachePools, pool_of
 from engine.scheduling.inspection import check_integrity
 from engine.scheduling.live_requests import Limits
 from engine.scheduling.remote_kv import RemoteKV, TransferStages
@@ -29,6 +31,24 @@ LEASE_SECONDS = 10.0
 HANDED_OVER = "handed over"
 """Stands in an entry in place of its finish reason."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="bfloat16")
+_WINDOW = -3
+"""Before the tokens in a content of the second group: other layers have other KV of the same tokens."""
+
+
+@cache
+def groups_of(scenario: Scenario) -> tuple[CacheGroup, ...]:
+    """Return the groups of the model's two layers: one, or one for each."""
+    return CacheLayout.of(LAYOUT, [None, scenario.window]).groups
+
+
+def kv_of(group: int, tokens: Sequence[int]) -> Content:
+    """Return the content of a block whose last token is the last one of these, in this group of layers."""
+    return (_WINDOW, *tokens) if group else tuple(tokens)
+
+
+def named(group: int, block: int) -> str:
+    """Return the name of a block in messages."""
+    return f"block {block} of the window's" if group else f"block {block}"
 
 
 def no_time() -> float:
@@ -81,13 +101,22 @@ class Connector:
 
 
 class EngineSide:
-    """Owns scheduler, pool and what the blocks contain. A subclass adds the worker's transfers and its data half."""
+    """Owns scheduler, pools and what the blocks contain. A subclass adds the worker's transfers and its data half.
 
-    def __init__(self, scenario: Scenario, sink: Sink, boot: str, num_blocks: int) -> None:
+    contents: by group of layers and block.
+    """
+
+    def __init__(self, scenario: Scenario, sink: Sink, boot: str, num_blocks: int, budget: int) -> None:
         self.scenario, self.sink, self.boot = scenario, sink, boot
-        self.pool = BlockPool(num_blocks + 1, BLOCK_SIZE, enable_prefix_caching=scenario.caches_prefixes)
+        groups = groups_of(scenario)
+        sizes = (num_blocks, scenario.window_blocks)
+        pools = [
+            pool_of(group, size + 1, enable_prefix_caching=scenario.caches_prefixes)
+            for group, size in zip(groups, sizes, strict=False)
+        ]
+        self.pools = CachePools(groups, pools, budget)
         self.completions = Completions()
-        self.contents: dict[int, Content] = {}
+        self.contents: list[dict[int, Content]] = [{} for _ in groups]
 
     def make_worker(self, **changes: Any) -> LocalWorker:
         """Return what production's transfers get of their worker."""
@@ -101,20 +130,17 @@ class EngineSide:
             parked_seconds=LEASE_SECONDS,
             **changes,
         )
-        return LocalWorker(settings, Side(LAYOUT), MODEL, wake=lambda: None, completions=self.completions)
+        side = GroupedSide.of(self.pools.groups, 1, LAYOUT.num_kv_heads)
+        return LocalWorker(settings, side, MODEL, wake=lambda: None, completions=self.completions)
 
-    def make_scheduler(
-        self, stages: TransferStages, connector: Connector, max_num_batched_tokens: int
-    ) -> Scheduler:
+    def make_scheduler(self, stages: TransferStages, connector: Connector) -> Scheduler:
         """Create production's scheduler, with its stages or a mutant's."""
-        settings = self.scenario.settings(max_num_batched_tokens)
-        groups = CacheLayout.of(LAYOUT, [None] * LAYOUT.num_layers).groups
-        pools = CachePools(groups, [self.pool], max_num_batched_tokens)
-        limits = Limits.of(pools, 64, VOCABULARY, MODEL)
+        settings = self.scenario.settings(self.pools.max_chunk)
+        limits = Limits.of(self.pools, 64, VOCABULARY, MODEL)
         remote_kv = RemoteKV.over(
-            connector, stages, pools, limits.max_length, settings.remote_kv_timeout_seconds
+            connector, stages, self.pools, limits.max_length, settings.remote_kv_timeout_seconds
         )
-        return Scheduler(settings, pools, limits, remote_kv=remote_kv, clock=no_time)
+        return Scheduler(settings, self.pools, limits, remote_kv=remote_kv, clock=no_time)
 
     scheduler: Scheduler
 
@@ -191,11 +217,12 @@ class EngineSide:
         """Check the laws that hold here, and renumber requests and blocks in the same order. Called after every call."""
         check_integrity(self.scheduler)
         expected = content_of_hashes(self.scenario)
-        for block_hash, block in self.pool._index._block_by_hash.items():
-            if self.contents.get(block) != expected[block_hash]:
-                raise LawBrokenError(
-                    f"{self.boot}: block {block} can be found by a content that it does not hold"
-                )
+        for group, pool in enumerate(self.pools.pools):
+            for block_hash, block in pool._index._block_by_hash.items():
+                if self.contents[group].get(block) != kv_of(group, expected[block_hash]):
+                    raise LawBrokenError(
+                        f"{self.boot}: {named(group, block)} can be found by a content that it does not hold"
+                    )
         in_order = sorted(self.scheduler.requests.values(), key=lambda request: request.arrival_number)
         for arrival_number, request in enumerate(in_order):
             request.arrival_number = arrival_number
@@ -203,32 +230,37 @@ class EngineSide:
         if (
             not self.scenario.caches_prefixes
         ):  # free blocks without content differ by nothing but their numbers
-            for block in sorted(self.pool._free):
-                self.pool._free.move_to_end(block)
+            for pool in self.pools.pools:
+                for block in sorted(pool._free):
+                    pool._free.move_to_end(block)
 
     def what_is_held(self) -> list[str]:
         """Return what must not exist once everything is quiet."""
         held = [f"request {key} is {one.status.name}" for key, one in self.scheduler.requests.items()]
-        held += [f"{holder} holds {count} blocks" for holder, count in self.pool.holders().items()]
-        held += [
-            f"{count} blocks in quarantine" for count in [self.pool.count_by_state()["quarantined"]] if count
-        ]
+        for pool in self.pools.pools:
+            held += [f"{holder} holds {count} blocks" for holder, count in pool.holders().items()]
+            num_quarantined = pool.count_by_state()["quarantined"]
+            held += [f"{num_quarantined} blocks in quarantine"] if num_quarantined else []
         return held
 
-    def owner_of(self, block: int) -> str | None:
+    def owner_of(self, group: int, block: int) -> str | None:
         """Return the request that holds the block, None for a free or quarantined block."""
-        holders = [holder for holder in self.pool.holders() if block in self.pool.table_of(holder)]
+        pool = self.pools.pools[group]
+        holders = [holder for holder in pool.holders() if block in pool.table_of(holder)]
         return ", ".join(holders) or None
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         computed = ModelRunnerOutput()
         for row, (key, num_tokens) in enumerate(output.num_scheduled_tokens.items()):
             request = self.scheduler.requests[key]
-            table = self.pool.table_of(key)
             begin, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-            self.check_prefix(key, table, request.token_ids[:begin])
-            for index in range(begin // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
-                self.contents[table[index]] = tuple(request.token_ids[: min(end, (index + 1) * BLOCK_SIZE)])
+            self.check_prefix(key, request.token_ids[:begin])
+            for group, table in enumerate(self.pools.tables_of(key)):
+                for index in range(begin // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
+                    if table[index] == NULL_BLOCK:
+                        raise LawBrokenError(f"{self.boot}: {key} is computed into the null block")
+                    tokens = request.token_ids[: min(end, (index + 1) * BLOCK_SIZE)]
+                    self.contents[group][table[index]] = kv_of(group, tokens)
             sampled = (
                 [self.scenario.token(int(request.engine_request.request_id), end)]
                 if end == request.num_tokens
@@ -239,13 +271,14 @@ class EngineSide:
             computed.sampled_token_ids.append(sampled)
         return computed
 
-    def check_prefix(self, key: str, table: list[int], tokens: list[int]) -> None:
-        """Check that the blocks hold the KV of exactly these tokens."""
-        for index in range(-(-len(tokens) // BLOCK_SIZE)):
-            wanted = tuple(tokens[: (index + 1) * BLOCK_SIZE])
-            found = self.contents.get(table[index])
-            if found != wanted:
-                raise LawBrokenError(
-                    f"misread: {self.boot} computes {key} on block {table[index]}, which holds the KV of"
-                    f" {found}, not of {wanted}"
-                )
+    def check_prefix(self, key: str, tokens: list[int]) -> None:
+        """Check that the blocks that the token behind these sees hold the KV of exactly these tokens."""
+        for group, table in enumerate(self.pools.tables_of(key)):
+            for index in self.pools.groups[group].seen_blocks(len(tokens)):
+                wanted = kv_of(group, tokens[: (index + 1) * BLOCK_SIZE])
+                found = self.contents[group].get(table[index])
+                if found != wanted:
+                    raise LawBrokenError(
+                        f"misread: {self.boot} computes {key} on {named(group, table[index])}, which holds the"
+                        f" KV of {found}, not of {wanted}"
+                    )

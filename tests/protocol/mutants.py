@@ -1,12 +1,16 @@
 """Production's rules with one rule removed, each by a class that differs in that rule alone."""
 
+from itertools import chain
+
 from msgspec.structs import replace
 
 from decode_service.kv_receiver import KVReceiver
-from engine.scheduling.remote_kv import TransferStages
+from engine.connector import Tables
+from engine.scheduling.remote_kv import TransferStages, lease_holder
 from engine.scheduling.requests.request import Request
 from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import fetch_side
 from prefill_service.kv_sender import KVSender
 from tests.protocol.scenario import Rules
 
@@ -52,6 +56,49 @@ class TirelessReader(FetchTransfers):
         super().fetch_event(key, event)
 
 
+class OneGroupReader(FetchTransfers):
+    """Reads, verifies and commits the blocks of the first group of layers alone."""
+
+    def receive_into(
+        self, key: str, block_ids: list[int], num_cached_blocks: int, other_groups: Tables = ()
+    ) -> None:
+        with self._acting():
+            incoming = self._incoming.get(key)
+            if incoming is None:
+                return
+            sections = incoming.announced.sections
+            tables = zip(sections, (block_ids, *other_groups), strict=True)
+            blocks = [table[section.places.start : section.places.stop] for section, table in tables]
+            num_others = incoming.fetch.num_blocks - sections[0].end
+            self._apply(
+                incoming,
+                fetch_side.reserve(
+                    incoming.fetch, tuple(chain.from_iterable(blocks)), num_others, ((0, sections[0].end),)
+                ),
+            )
+
+
+class OneGroupSender(KVSender):
+    """Lends the blocks of the first group of layers; those of windows are freed as soon as the prompt is computed."""
+
+    def _lease(self, request: Request) -> None:
+        super()._lease(request)
+        for pool in self._pools.pools[1:]:
+            holder = lease_holder(request.key)
+            pool.free_behind(holder, pool.num_blocks_of(holder))
+
+
+class OneGroupQuarantine(KVReceiver):
+    """Keeps the blocks of the first group of layers in quarantine, and frees those of windows."""
+
+    def give_up(self, request: Request) -> bool:
+        is_gone = super().give_up(request)
+        for pool in self._pools.pools[1:]:
+            if pool.is_quarantined(request.key):
+                pool.release_quarantine(request.key)
+        return is_gone
+
+
 NO_QUARANTINE = Rules(fetch_transfers=NoQuarantine)
 NO_SECOND_CHECK = Rules(checks_lease_twice=False)
 NO_ATTEMPT = Rules(tells_attempts_apart=False)
@@ -60,4 +107,7 @@ EAGER_READING = Rules(fetch_transfers=EagerReader)
 TIRELESS = Rules(fetch_transfers=TirelessReader)
 NO_RESERVATION = Rules(reserves_first=False)
 EARLY_LEAVE = Rules(leaves_unbound=False)
+ONE_GROUP_READ = Rules(fetch_transfers=OneGroupReader)
+ONE_GROUP_LENT = Rules(prefill_stages=TransferStages(OneGroupSender, KVReceiver))
+ONE_GROUP_QUARANTINED = Rules(decode_stages=TransferStages(KVSender, OneGroupQuarantine))
 EAGER_RESERVATION = Rules(decode_stages=TransferStages(KVSender, EagerReceiver))

@@ -12,11 +12,10 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.transports.leases import LeaseBook, lent_for
-from roles.table import STAGES
-from tests.protocol.engine_side import LAYOUT, LEASE_SECONDS, Connector, EngineSide, no_time
+from tests.protocol.engine_side import LAYOUT, LEASE_SECONDS, Connector, EngineSide, named, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.scenario import Scenario
-from tests.protocol.sink import Sink
+from tests.protocol.sink import LawBrokenError, Sink
 
 NUM_PARKED = 4
 LENT_BEFORE = 0
@@ -25,8 +24,10 @@ LENT_BEFORE = 0
 
 @dataclass(frozen=True)
 class NoMemory:
-    """A pool without blocks: the bytes of a lease are ``contents`` here."""
+    """A pool without blocks: the bytes of a lease are ``contents`` here. regions: those of all groups of layers."""
 
+    group: int = 0
+    regions: tuple["NoMemory", ...] = ()
     pool_view: None = None
 
 
@@ -41,11 +42,12 @@ class PrefillSide(EngineSide):
     """
 
     def __init__(self, scenario: Scenario, sink: Sink, boot: str) -> None:
-        super().__init__(scenario, sink, boot, scenario.prefill_blocks)
+        super().__init__(scenario, sink, boot, scenario.prefill_blocks, scenario.prefill_chunk)
         self.num_leases = 0
         self.orders: list[PublishOrder] = []
         self.book = LeaseBook(lambda name: sink.ask("idle", name))
-        self.book.start(cast(KVMemory, NoMemory()))
+        regions = tuple(map(NoMemory, range(len(self.pools.groups))))
+        self.book.start(cast(KVMemory, NoMemory(regions=regions)))
         self.transfers = scenario.rules.send_transfers(
             self.make_worker(
                 max_parked=NUM_PARKED, num_layer_groups=scenario.num_layer_groups, min_split_blocks=1
@@ -56,7 +58,7 @@ class PrefillSide(EngineSide):
             clock=no_time,
             new_lease=lambda: sink.new_lease(),
         )
-        self.scheduler = self.make_scheduler(STAGES, Connector(self.transfers, None), scenario.prefill_chunk)
+        self.scheduler = self.make_scheduler(scenario.rules.prefill_stages, Connector(self.transfers, None))
 
     def name_lease(self) -> str:
         """Return a token that no other lease of this incarnation ever had."""
@@ -73,17 +75,17 @@ class PrefillSide(EngineSide):
         outcome: ev.SendEvent
         if order.num_parts > 1 and not is_failing:  # the first half of its layers
             self.orders.insert(0, msgspec.structs.replace(order, num_parts=LENT_BEFORE))
-            self.book.extend(order.name, order.block_ids)
+            self.book.extend(order.name, order.block_ids, order.group)
             outcome = ev.LayerRange(order.first_block, len(order.block_ids), LAYOUT.block_bytes // 2)
         elif is_failing:
             outcome = ev.RangeFailed(order.first_block, len(order.block_ids), ErrorKind.INTERNAL, "a fault")
         else:
             digests = tuple(
-                self.sink.digest(self.contents.get(block), seed)
+                self.sink.digest(self.contents[order.group].get(block), seed)
                 for block, seed in zip(order.block_ids, order.seeds, strict=True)
             )
             if order.num_parts != LENT_BEFORE:
-                self.book.extend(order.name, order.block_ids)
+                self.book.extend(order.name, order.block_ids, order.group)
             outcome = ev.BlockRange(order.first_block, digests)
         self.transfers.send_event(order.key, outcome)
 
@@ -111,17 +113,23 @@ class PrefillSide(EngineSide):
         for peer in peers:
             self.transfers.on_heartbeat(peer)
 
-    def begin_read(self, request: ReadRequest) -> tuple[int, ...] | None:
-        """Return the block ids that a reader reads, None if the lease is over. See ``is_one_sided``."""
+    def begin_read(self, request: ReadRequest) -> tuple[int, tuple[int, ...]] | None:
+        """Return the group and the block ids that a reader reads, None if the lease is over. See ``is_one_sided``."""
         try:
             lease = self.book._begin(request, ignore)
         except StaleLeaseError:
             return None
         lent = lent_for(lease, request)
-        blocks = tuple(lent.block_ids[request.within(len(lent.block_ids), lent.first)].tolist())
-        if self.scenario.is_one_sided:
+        try:
+            within = request.within(len(lent.block_ids), lent.first)
+        except StaleLeaseError:  # opened again by a range that was digested after its end
             self.book._end(request.name, lease, ignore)
-        return blocks
+            return None
+        blocks = tuple(lent.block_ids[within].tolist())
+        if not self.scenario.is_one_sided:
+            return cast(NoMemory, lent.region).group, blocks
+        self.book._end(request.name, lease, ignore)
+        return request.group, blocks  # the reader chooses the region
 
     def end_read(self, name: LeaseName) -> None:
         """End a counted reader, which is done or has lost its connection."""
@@ -153,6 +161,18 @@ class PrefillSide(EngineSide):
                         words.append(effect)
         for effect in words:
             self.sink.ask(*effect)
+
+    def tidy(self) -> None:
+        """Check that what may be read is held."""
+        super().tidy()
+        for name, lease in self.book._leases.items():
+            for lent in lease.lent:
+                group = cast(NoMemory, lent.region).group
+                for block in lent.block_ids.tolist():
+                    if self.pools.pools[group].is_free(block):
+                        raise LawBrokenError(
+                            f"{self.boot}: {named(group, block)} is free, and lent for {name}"
+                        )
 
     def what_is_held(self) -> list[str]:
         """Return the leases and orders too."""

@@ -33,14 +33,15 @@ def advance_read(rules: "LinkRules[Any]", world: Any, index: int, lane: str, *, 
     if lane in rules.decodes.states[state].severed:
         return break_read(rules, world, index, lane)
     if reading.stage == "posted":
-        world, blocks = rules.ask(world, source, "begin_read", reading.request)
-        if blocks is None:
+        world, lent = rules.ask(world, source, "begin_read", reading.request)
+        if lent is None:
             return rules.call(world, index, "end", lane, "the lease is over")
-        return rules.call(world, index, "begin", lane, blocks)
+        return rules.call(world, index, "begin", lane, *lent)
     if reading.stage == "copying":
         state = world.workers[source].state
         assert state is not None
-        content = rules.prefills.states[state].contents.get(reading.source_blocks[reading.num_copied])
+        contents = rules.prefills.states[state].contents[reading.source_group]
+        content = contents.get(reading.source_blocks[reading.num_copied])
         return rules.call(world, index, "take_block", lane, None if is_corrupt else content)
     return _end_of_bytes(rules, world, index, source, lane, reading)
 

@@ -29,6 +29,7 @@ class Rules:
     move is reserved before its source is touched.
     """
 
+    prefill_stages: TransferStages = STAGES
     decode_stages: TransferStages = STAGES
     send_transfers: Callable[..., SendTransfers] = SendTransfers
     fetch_transfers: Callable[..., FetchTransfers] = FetchTransfers
@@ -50,7 +51,8 @@ class Scenario:
     every link. num_layer_groups: in how many parts a prompt's last blocks are made readable (1 or 2). faults: names of
     what may strike, at most ``num_faults`` times together. num_moves: how often each request may be moved, which begins on
     a prefill worker without a hand-over then. decode_credit: legs that each decode worker takes at a time. may_leave: the
-    client may go at any moment, and that is no fault.
+    client may go at any moment, and that is no fault. window: of a second group of layers, in tokens; None: all layers see
+    all tokens. window_blocks: usable blocks of each pool of that group.
     """
 
     name: str
@@ -66,6 +68,8 @@ class Scenario:
     is_one_sided: bool = False
     num_transports: int = 1
     num_layer_groups: int = 1
+    window: int | None = None
+    window_blocks: int = 3
     checks_digests: bool = True
     faults: tuple[str, ...] = ()
     num_faults: int = 0

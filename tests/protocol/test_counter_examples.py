@@ -18,6 +18,8 @@ from tests.protocol.worlds import (
     TWO,
     TWO_LEASE_ALONE,
     TWO_MOVED,
+    WINDOW,
+    WINDOW_LEASE_ALONE,
     struck,
 )
 
@@ -65,6 +67,24 @@ MISSING = [
         "needs another attempt, and nothing has failed",
         16,
         id="reservation first",
+    ),
+    pytest.param(
+        WINDOW,
+        mutants.ONE_GROUP_LENT,
+        "of the window's is free, and lent",
+        8,
+        id="a window's blocks are lent",
+    ),
+    pytest.param(
+        WINDOW, mutants.ONE_GROUP_READ, "of the window's, which holds", 20, id="a window's blocks are read"
+    ),
+    pytest.param(
+        struck(WINDOW_LEASE_ALONE, "late"),
+        mutants.ONE_GROUP_QUARANTINED,
+        "of the window's, which is free",
+        17,
+        id="a window's quarantine",
+        marks=pytest.mark.slow,
     ),
 ]
 

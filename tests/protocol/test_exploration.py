@@ -12,7 +12,18 @@ from kv_transfer.protocol.events import RetryStep
 from tests.protocol.chart import draw
 from tests.protocol.explorer import Explorer, Findings
 from tests.protocol.scenario import Scenario
-from tests.protocol.worlds import DRAINS, HEALED, HUGE, LADDER, LARGE, LARGE_DRAINS, MAX_WORLDS, RUNGS, SMALL
+from tests.protocol.worlds import (
+    DRAINS,
+    HEALED,
+    HUGE,
+    LADDER,
+    LARGE,
+    LARGE_DRAINS,
+    MAX_WORLDS,
+    QUICK_WINDOWS,
+    RUNGS,
+    SMALL,
+)
 
 
 def explored(scenario: Scenario) -> Findings:
@@ -26,6 +37,15 @@ def explored(scenario: Scenario) -> Findings:
         f" of production code, {findings.cpu_seconds:.1f} s"
     )
     return findings
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", QUICK_WINDOWS, ids=lambda scenario: scenario.name)
+def test_the_blocks_of_two_groups_of_layers_are_handed_over(scenario: Scenario) -> None:
+    """In any order of events, and each group keeps the laws; of the window only what is seen is looked at."""
+    endings = explored(scenario).endings
+    assert {how for how, _ in endings} == {"answered"}
+    assert (("answered", ("local>P0", "moved>D0")) in endings) == (scenario.num_moves > 0)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def test_a_copy_goes_its_own_way() -> None:
     copy.step()
     copy.digest(False)
     assert freeze(side) == before != freeze(copy)
-    assert side.pool.num_free_blocks == 3 and copy.pool.num_free_blocks < 3
+    assert side.pools.first.num_free_blocks == 3 and copy.pools.first.num_free_blocks < 3
     assert side.transfers.debug_state() == [] and len(copy.transfers.debug_state()) == 1
 
 
@@ -37,5 +37,5 @@ def test_the_same_way_leads_to_the_same_state() -> None:
 
 def test_an_object_that_is_reached_twice_is_copied_once() -> None:
     copy = fork(prefill_side())
-    assert copy.scheduler.pool is copy.pool
+    assert copy.scheduler.pools is copy.pools
     assert next(iter(copy.scheduler.queues.waiting)) is copy.scheduler.requests["0#0.0"]

@@ -49,6 +49,35 @@ def struck(scenario: Scenario, fault: str, num_faults: int = 1) -> Scenario:
 LAYERS = replace(CHUNKED, name="one request, its last block published layer by layer", num_layer_groups=2)
 
 
+WINDOW = Scenario(
+    "one request, a layer with a window",
+    prompts=(5,),
+    prefill_blocks=4,
+    decode_blocks=4,
+    max_replays=1,
+    window=3,
+)
+"""The first block of the window is freed before the last two are lent; of the other group three blocks are lent."""
+WINDOW_AT_ONCE = replace(WINDOW, name=f"{WINDOW.name}, at once", prompts=(3,), prefill_chunk=4, window=2)
+"""Three blocks are lent: two of all tokens, and one of the window."""
+WINDOW_REUSED = replace(
+    WINDOW, name=f"{WINDOW.name} that holds less than the prompt", window=2, window_blocks=2
+)
+"""A prompt's third block takes the place of its first one."""
+TWO_WINDOWS = replace(
+    WINDOW, name="two requests, a layer with a window, pools that hold one", prompts=(5, 5), answers=(2, 2)
+)
+WINDOW_MOVED = replace(MOVED, name=f"{MOVED.name}, a layer with a window", window=3)
+WINDOW_LEASE_ALONE = replace(
+    WINDOW_AT_ONCE,
+    name=f"{WINDOW.name}; {LEASE_ALONE.name}",
+    is_one_sided=True,
+    checks_digests=False,
+)
+QUICK_WINDOWS = [WINDOW, WINDOW_REUSED, WINDOW_MOVED, struck(WINDOW_AT_ONCE, "corrupt")]
+"""Worlds with two groups of layers that every quick test run exhausts."""
+
+
 SMALL = [
     CHUNKED,
     TWO,
@@ -74,6 +103,11 @@ LARGE = [
     *(struck(ONE, fault) for fault in ("deaf", "late", "doubt")),
     *(struck(CHUNKED, fault) for fault in ("crash", "repeat", "leave")),
     struck(CHUNKED, "break", 2),
+    TWO_WINDOWS,
+    *(struck(WINDOW, fault) for fault in ("break", "leave")),
+    *(struck(WINDOW_AT_ONCE, fault) for fault in ("crash", "cut")),
+    struck(WINDOW_LEASE_ALONE, "late"),
+    struck(WINDOW_MOVED, "cut"),
     struck(LEASE_ALONE, "late"),
     *(struck(LAYERS, fault) for fault in ("crash", "repeat", "leave", "cut", "starve")),
     *(struck(MOVED, fault) for fault in ("late", "deaf")),
@@ -87,6 +121,10 @@ HUGE = [
     struck(MOVED, "doubt"),
     struck(LEFT_WHILE_MOVED, "crash"),
     struck(MOVED_ON, "silence"),
+    *(struck(WINDOW, fault) for fault in ("cut", "crash")),
+    replace(
+        TWO_WINDOWS, name=f"{TWO_WINDOWS.name}, a shared prefix", caches_prefixes=True, shares_prompt=True
+    ),
 ]
 """Worlds that are explored as far as ``MAX_WORLDS``, nearest first."""
 MAX_WORLDS = 300_000
@@ -130,10 +168,16 @@ WALKED = [
         is_one_sided=is_one_sided,
         num_transports=2,
         num_layer_groups=2,
+        window=window,
+        window_blocks=4,
         faults=ALL_FAULTS,
         num_faults=4,
     )
-    for how, is_one_sided in (("", False), ("; one-sided reads", True))
+    for how, is_one_sided, window in (
+        ("", False, None),
+        ("; one-sided reads", True, None),
+        ("; a layer with a window", False, 3),
+    )
 ]
 """Worlds that are too large to exhaust: walked at random."""
 WALKED_WITH_MOVES = [
@@ -143,6 +187,7 @@ WALKED_WITH_MOVES = [
         answers=(9, 8, 7),
         prefill_blocks=18,
         decode_blocks=8,
+        window_blocks=18,
         num_moves=1,
         decode_credit=2,
         num_faults=2,

@@ -7,7 +7,7 @@ group has what the next token sees of it.
 Recurrent layers have a slot of each request in place of blocks. It is the last list of ``Blocks``, and has no places.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from contract.block_hash import BlockHash
 from contract.cache_layout import CacheGroup
@@ -227,14 +227,18 @@ class CachePools:
         counts = [pool.holders() for pool in self.pools]
         return {holder: sum(count[holder] for count in counts) for holder in counts[0]}
 
-    def check_integrity(self) -> None:
-        """Check each pool, that a holder has tables of equal length, and a slot. Raises AssertionError."""
+    def check_integrity(self, lent: Collection[str] = ()) -> None:
+        """Check each pool, that a holder has tables of equal length, and a slot. Raises AssertionError.
+
+        lent: holders of blocks of prompts that are lent; one of them may have ended between two of its chunks.
+        """
         for pool in self.pools:
             pool.check_integrity()
         holders = {holder for pool in self.pools for holder in pool.holders()}
         for holder in holders:
-            if any(isinstance(pool, WindowPool) and pool.has_promise(holder) for pool in self.pools):
-                continue  # its table grows with its chunks
+            windows = (pool for pool in self.pools if isinstance(pool, WindowPool))
+            if holder in lent or any(pool.has_promise(holder) for pool in windows):
+                continue  # its table in a window's pool grows with its chunks
             lengths = {pool.num_blocks_of(holder) for pool in self.pools}
             assert len(lengths) == 1, f"{holder}: unequal tables"
         if self.states is not None:

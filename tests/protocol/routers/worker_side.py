@@ -234,8 +234,8 @@ class WorkerSide(SessionsSide):
     """A worker that computes whole answers."""
 
     def __init__(self, scenario: RoutersScenario, sink: Sink, boot: str) -> None:
-        super().__init__(scenario, sink, boot, scenario.decode_blocks)
-        self.scheduler = self.make_scheduler(STAGES, Connector(None, None), BUDGET)
+        super().__init__(scenario, sink, boot, scenario.decode_blocks, BUDGET)
+        self.scheduler = self.make_scheduler(STAGES, Connector(None, None))
         self.begin_sessions(Role.AGGREGATED)
 
     def prepare(self) -> None:
