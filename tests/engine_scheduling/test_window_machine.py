@@ -201,3 +201,19 @@ def test_a_lent_prompt_is_never_short_of_a_block() -> None:
     engine.run()
     assert engine.tokens("x#0.0") == fake_answer([1, 2, 3], 30)
     assert pools.usage == 0.0
+
+
+def test_a_lent_prompt_that_is_aborted_has_shorter_tables_in_windows() -> None:
+    """It was not computed to its end: its lease has all blocks of the first group, and a part of the others'."""
+    cache = config_of({None: 60, 5: 9})
+    engine = SteppedEngine(cache=cache, max_num_batched_tokens=6)
+    engine.add(fake_request("a", [token % 7 for token in range(40)], transfer=SEND))
+    engine.step()
+    engine.core.abort(["a#0.0"])
+    pools = engine.scheduler.pools
+    assert [pool.num_blocks_of("lease:a#0.0") for pool in pools.pools] == [10, 2]
+    engine.core.call("check_integrity", [])
+    engine.connector.end_lease("a#0.0")
+    engine.run()
+    assert pools.usage == 0.0
+    engine.core.call("check_integrity", [])
