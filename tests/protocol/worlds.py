@@ -106,7 +106,6 @@ LARGE = [
     TWO_WINDOWS,
     *(struck(WINDOW, fault) for fault in ("break", "leave")),
     *(struck(WINDOW_AT_ONCE, fault) for fault in ("crash", "cut")),
-    struck(WINDOW_LEASE_ALONE, "late"),
     struck(WINDOW_MOVED, "cut"),
     struck(LEASE_ALONE, "late"),
     *(struck(LAYERS, fault) for fault in ("crash", "repeat", "leave", "cut", "starve")),
@@ -122,6 +121,7 @@ HUGE = [
     struck(LEFT_WHILE_MOVED, "crash"),
     struck(MOVED_ON, "silence"),
     *(struck(WINDOW, fault) for fault in ("cut", "crash")),
+    struck(WINDOW_LEASE_ALONE, "late"),
     replace(
         TWO_WINDOWS, name=f"{TWO_WINDOWS.name}, a shared prefix", caches_prefixes=True, shares_prompt=True
     ),
