@@ -1,6 +1,7 @@
 """The forward pass by torch's modules."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -12,7 +13,6 @@ from engine.compute.profiling import reserving_steps
 from engine.compute.staging import on_device
 from engine.connector import LayerWatch
 from engine.models.language_model import LanguageModel
-from engine.models.recurrent_layers import running
 from engine.sampling.sampler import Draw, Sampling, draw_by_torch
 
 
@@ -51,7 +51,8 @@ class PlainForward:
         input_ids, positions = on_device([inputs.input_ids, inputs.positions], self.device)
         if inputs.fed is not None:
             input_ids = inputs.fed.to(torch.int32)
-        with running(self.model.recurrent, inputs.state_step):
+        recurrent = self.model.recurrent
+        with nullcontext() if recurrent is None else recurrent.during(inputs.state_step):
             states: Tensor = self.model(input_ids, positions, steps, caches, watch)
         return states
 

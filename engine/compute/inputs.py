@@ -7,7 +7,7 @@ the tables' contents can be prepared one step ahead (``outline_next``).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +93,7 @@ class PreparedInputs(Outline):
     state_slots: Sequence[int] = ()
     states: Mapping[StateKey, Tensor] | None = None
 
-    @property
+    @cached_property
     def state_step(self) -> StateStep:
         """The step as recurrent layers see it."""
         slots = self.state_slots or [NO_SLOT] * self.num_reqs
@@ -138,32 +138,33 @@ def prepare_inputs(
             _vector([one.num_wanted(counts[one.req_id], len(drafts.get(one.req_id, ()))) for one in states]),
         )
     num_used = -(-int(outline.seq_lens.max(initial=1)) // batch.block_size)
-    block_numbers = batch.block_table.ravel()[outline.block_table_indices]
-    inputs = PreparedInputs(
+    first, *others = [_tables_of(batch, outline, num_used, index) for index in range(len(batch.block_tables))]
+    slots = batch.tables.of_states
+    return PreparedInputs(
         **vars(outline),
         input_ids=batch.token_table.ravel()[outline.token_indices],
-        block_numbers=block_numbers,
-        slot_mapping=block_numbers.astype(np.int64) * batch.block_size + outline.block_offsets,
-        block_table=np.take(batch.block_table[:, :num_used], outline.rows, axis=0),
-        state_slots=[] if (slots := batch.tables.of_states) is None else slots[outline.rows, 0].tolist(),
+        block_numbers=first.block_numbers,
+        slot_mapping=first.slot_mapping,
+        block_table=first.block_table,
+        others=tuple(others),
+        state_slots=[] if slots is None else slots[outline.rows, 0].tolist(),
     )
-    if batch.cache is None or batch.cache.is_uniform:
-        return inputs
-    first, *others = map(partial(_tables_of, batch, outline, num_used), range(len(batch.block_tables)))
-    return replace(inputs, block_table=first.block_table, others=tuple(others))
 
 
 def _tables_of(batch: InputBatch, outline: Outline, num_used: int, index: int) -> GroupTables:
     """Return the tables of a group, without blocks that no token of the step sees: they may be another request's by now."""
-    assert batch.cache is not None, "there are groups"
-    group = batch.cache.groups[index]
+    group = None if batch.cache is None else batch.cache.groups[index]
     block_numbers = batch.block_tables[index].ravel()[outline.block_table_indices]
     block_table = np.take(batch.block_tables[index][:, :num_used], outline.rows, axis=0)
-    if group.window is not None:
+    if group is not None and group.window is not None:
         num_passed = np.maximum(outline.num_computed_tokens - (group.window - 1), 0) // batch.block_size
         block_table[np.arange(num_used) < num_passed[:, None]] = 0
-    first_slots = block_numbers.astype(np.int64) * batch.block_size
-    return GroupTables(group.layers, block_numbers, first_slots + outline.block_offsets, block_table)
+    return GroupTables(
+        layers=() if group is None else group.layers,
+        block_numbers=block_numbers,
+        slot_mapping=block_numbers.astype(np.int64) * batch.block_size + outline.block_offsets,
+        block_table=block_table,
+    )
 
 
 def outline_next(batch: InputBatch, step: Outline) -> Outline:

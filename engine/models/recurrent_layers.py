@@ -10,7 +10,7 @@ The layers of Mamba 1 do not pass a state that exists to their scan of several t
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,11 +212,6 @@ class RecurrentLayers:
             return made[key]
 
         return find
-
-
-def running(layers: RecurrentLayers | None, step: StateStep) -> AbstractContextManager[None]:
-    """Return a block in which the layers, if there are any, run by ``step``."""
-    return nullcontext() if layers is None else layers.during(step)
 
 
 def _part_of(given: Mapping[str, Any], tokens: slice) -> dict[str, Any]:

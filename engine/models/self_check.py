@@ -6,6 +6,7 @@ KV outside the cache, or on the former content of a slot of states. It takes fiv
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.kv_cache.state_memory import StateMemory
 from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
-from engine.models.recurrent_layers import running
 from engine.outputs import NewRequestData, SchedulerOutput
 
 # The number of tokens of each of the two prompts in each step.
@@ -89,7 +89,8 @@ def difference(model: LanguageModel, shape: ModelShape, dtype: torch.dtype, refe
         input_ids, positions = (
             torch.from_numpy(vector).to(device) for vector in (inputs.input_ids, inputs.positions)
         )
-        with running(model.recurrent, inputs.state_step):
+        recurrent = model.recurrent
+        with nullcontext() if recurrent is None else recurrent.during(inputs.state_step):
             hidden = model(input_ids, positions, step, caches)
         logits = model.logits(hidden)
         expected = [
