@@ -7,7 +7,9 @@ import msgspec
 
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff, ReceiveTransfer
+from contract.sampling import SamplingParams
 from engine.client import EngineClient
+from tests.engine_pair import EnginePair, tokens_of
 
 
 @dataclass
@@ -80,3 +82,23 @@ async def ping_pong(
         leg = moving.next_leg(engine, boot_id)
     await moving.run(engines[num_moves % len(engines)][0], leg)
     return moving
+
+
+async def check_replays(
+    pair: EnginePair, prompt: list[int], answer: list[int], sampling: SamplingParams
+) -> None:
+    """Law 5: check a replay with the delivered tokens at the prompt's end, at each position of an answer."""
+    for done in range(1, len(answer) - 1):
+        legs = await pair.ask(f"replay-{done}", [*prompt, *answer[:done]], sampling, first_index=done)
+        assert tokens_of(*legs) == answer[done:]
+
+
+async def check_moves(pair: EnginePair, prompt: list[int], answer: list[int]) -> None:
+    """Check that no token of an answer changes in three moves, and that nothing is left."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
+    request = EngineRequest(request_id="moving", prompt_token_ids=prompt, sampling=sampling)
+    engines = [(pair.prefill, "boot-prefill"), (pair.decode, "boot-decode")]
+    moving = await ping_pong(engines, request, num_tokens=9, num_moves=3)
+    await pair.until_free()
+    assert moving.num_moves == 3
+    assert moving.tokens == answer

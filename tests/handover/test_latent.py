@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from contract.errors import ErrorKind
-from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from tests.checkpoints import load_reference, make_foreign_checkpoint, reference_greedy
 from tests.engine_pair import EnginePair, Sides, outputs_of, running_pair, tokens_of
-from tests.handover.handing_off import ping_pong
+from tests.handover.handing_off import check_moves, check_replays
 from tests.handover.plain_connector import Shelf
 from tests.kv_transfer.fakes import CorruptingReceiver
 
@@ -105,21 +104,11 @@ async def test_no_answer_from_a_damaged_row(model: Path, block: int) -> None:
 
 async def test_an_answer_goes_on_where_another_worker_stopped(model: Path) -> None:
     """Law 5: a replay with the delivered tokens at the prompt's end, at each position."""
-    answer = expected(model)[2]
     async with running_pair(model, block_size=BLOCK_SIZE) as pair:
-        for done in range(1, NUM_TOKENS - 1):
-            prompt = [*PROMPTS[2], *answer[:done]]
-            legs = await pair.ask(f"replay-{done}", prompt, GREEDY, first_index=done)
-            assert tokens_of(*legs) == answer[done:]
+        await check_replays(pair, PROMPTS[2], expected(model)[2], GREEDY)
 
 
 async def test_an_answer_moves_between_workers(model: Path) -> None:
     """Each of three moves hands over the rows of the answer so far, and no token changes."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    request = EngineRequest(request_id="moving", prompt_token_ids=SHARED, sampling=sampling)
     async with running_pair(model, block_size=BLOCK_SIZE) as pair:
-        engines = [(pair.prefill, "boot-prefill"), (pair.decode, "boot-decode")]
-        moving = await ping_pong(engines, request, num_tokens=9, num_moves=3)
-        await pair.until_free()
-    assert moving.num_moves == 3
-    assert moving.tokens == reference_greedy(load_reference(model), SHARED, 60)
+        await check_moves(pair, SHARED, reference_greedy(load_reference(model), SHARED, 60))

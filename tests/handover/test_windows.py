@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from contract.errors import ErrorKind
-from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from engine.info import EngineInfo
 from tests.checkpoints import load_reference, make_checkpoint, make_foreign_checkpoint, reference_greedy
 from tests.engine_pair import EnginePair, Sides, outputs_of, running_pair, tokens_of
-from tests.handover.handing_off import ping_pong
+from tests.handover.handing_off import check_moves, check_replays
 from tests.kv_transfer.fakes import CorruptingReceiver
 
 FAMILIES = {"gemma2": 2, "gemma3": 2, "gpt_oss": 2, "llama4": 2, "mistral": 1}
@@ -126,24 +125,14 @@ async def test_choices_and_preempted_answers_are_those_of_generate(model: Path) 
 
 async def test_an_answer_goes_on_where_another_worker_stopped(model: Path) -> None:
     """Law 5: a replay with the delivered tokens at the prompt's end, at each position."""
-    answer = expected(model)[2]
     async with running_pair(model, **SETTINGS) as pair:
-        for done in range(1, NUM_TOKENS - 1):
-            prompt = [*PROMPTS[2], *answer[:done]]
-            legs = await pair.ask(f"replay-{done}", prompt, GREEDY, first_index=done)
-            assert tokens_of(*legs) == answer[done:]
+        await check_replays(pair, PROMPTS[2], expected(model)[2], GREEDY)
 
 
 async def test_an_answer_moves_between_workers(model: Path) -> None:
     """Each of three moves hands over what the windows reach of the answer so far, and no token changes."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    request = EngineRequest(request_id="moving", prompt_token_ids=SHARED, sampling=sampling)
     async with running_pair(model, **SETTINGS) as pair:
-        engines = [(pair.prefill, "boot-prefill"), (pair.decode, "boot-decode")]
-        moving = await ping_pong(engines, request, num_tokens=9, num_moves=3)
-        await pair.until_free()
-    assert moving.num_moves == 3
-    assert moving.tokens == expected(model, [SHARED], 60)[0]
+        await check_moves(pair, SHARED, expected(model, [SHARED], 60)[0])
 
 
 @pytest.mark.parametrize("block", [0, 5, 6, 7])
