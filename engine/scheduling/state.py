@@ -62,7 +62,7 @@ class SchedulerState(SchedulerInterface):
 
     @property
     def pool(self) -> BlockPool:
-        """The pool of the first group, the only one of an engine with a connector or KV tiers."""
+        """The pool of the first group, the only one of an engine with KV tiers."""
         return self.pools.first
 
     @property
