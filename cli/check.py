@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contract.cache_layout import TYPICAL_TOKENS
 from contract.errors import SettingError
 from contract.identity import Role
 from contract.sampling import MODEL_DEFAULTS
@@ -26,7 +27,6 @@ from worker.settings import visible_gpus
 if TYPE_CHECKING:
     from engine.models.served import Served
 
-_TYPICAL_TOKENS = 4096
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 """Files that run their author's code when they are loaded, so no command of kvbaton loads them."""
@@ -180,7 +180,7 @@ def _cache_facts(served: "Served") -> dict[str, Any]:
         group.name: {"layers": len(group.layers), "bytes a token": group.token_bytes}
         for group in cache.groups
     }
-    lengths = sorted({min(_TYPICAL_TOKENS, served.max_model_len), served.max_model_len})
+    lengths = sorted({min(TYPICAL_TOKENS, served.max_model_len), served.max_model_len})
     held = {}
     for length in lengths:
         held[f"{length} tokens"] = {"bytes": cache.request_bytes(length)}

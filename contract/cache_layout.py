@@ -14,6 +14,9 @@ from contract.decoding import Count, Positive
 from contract.layout import KVLayout, Side
 from contract.state_layout import StateLayout
 
+TYPICAL_TOKENS = 4096
+"""The length of a typical request: the shares of memory are for as many of these as fit."""
+
 
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Layers whose KV is kept alike. Raises ValueError if the layout has another number of layers.

@@ -256,6 +256,12 @@ class KVMemory(Protocol):
         """Return what waits for everything that was launched before this call; wait for it before its blocks are read."""
 
 
+def mark_computed(memory: KVMemory) -> Computed:
+    """Return what waits for everything that was launched before, in all regions: a step works on one stream."""
+    marks = [region.mark_computed() for region in memory.regions]
+    return marks[0]
+
+
 class LayerWatch(Protocol):
     """An observer of one forward pass while it runs. None of its methods blocks."""
 

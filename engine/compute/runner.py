@@ -23,7 +23,7 @@ from engine.compute.begun_step import BegunStep, RankSampler
 from engine.compute.forward import ForwardPass, MakeForward, forward_pass
 from engine.compute.inputs import Outline, PreparedInputs, prepare_inputs
 from engine.compute.profiling import null_layers, profile_inputs, warm_up_steps
-from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
+from engine.connector import LayerWatch, RankConnector, RankConnectorPlan, mark_computed
 from engine.distributed.group import RankGroup, SingleRank, rank_device
 from engine.distributed.token_exchange import join_exchange
 from engine.kv_cache.memory import PagedKVMemory
@@ -304,7 +304,7 @@ class ModelRunner:
             if is_newest:
                 self._ahead = begun.next_outline
             # What transfers wait for before they read blocks of this step.
-            self.regions.mark_computed()
+            mark_computed(self.memory)
         if self._connector is not None:
             if scheduled.kv_connector_metadata is not None:
                 self._connector.execute(scheduled.kv_connector_metadata)

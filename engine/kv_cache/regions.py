@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.connector import Computed
 from engine.kv_cache.memory import HostPages, MappedKVMemory, PagedKVMemory, StagedKVMemory, allocate
 from engine.kv_cache.startup import KVCacheConfig
 from engine.kv_cache.state_memory import StateMemory
@@ -48,11 +47,6 @@ class Regions:
         """Clear block 0 of each region, to which a step has written."""
         for region in self.regions:
             region.pool[0] = 0
-
-    def mark_computed(self) -> Computed:
-        """See PagedKVMemory: of all regions, since a step launches its work on one stream."""
-        marks = [region.mark_computed() for region in self.regions]
-        return marks[0]
 
     def close(self) -> None:
         """Free the memory."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from contract.cache_layout import CacheLayout
+from contract.cache_layout import TYPICAL_TOKENS, CacheLayout
 from contract.errors import SettingError
 from contract.state_layout import StateLayout
 from engine.settings import EngineSettings
@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 HOST_LIMIT_BYTES = 1 << 30
 _HOST_SHARE = 4
-# The tokens of a typical request, of the memory for which each group gets its share.
-_TYPICAL_TOKENS = 4096
 # Two requests of any length can run at once.
 _LEAST_REQUESTS = 2
 # Blocks without bytes only count tokens; each of them is an entry of some lists, though.
@@ -171,7 +169,7 @@ def share_memory(layout: CacheLayout, num_bytes: int, workload: Workload) -> tup
     share; and never less than one request of any length needs. With one group, all is that one's.
     """
     chunk = workload.max_num_batched_tokens
-    typical = min(workload.max_model_len, _TYPICAL_TOKENS)
+    typical = min(workload.max_model_len, TYPICAL_TOKENS)
     first, *others = layout.groups
     size = first.layout.block_size
 
@@ -203,7 +201,7 @@ def share_with_states(
     rest. Raises SettingError, with all numbers, if two requests do not fit beside the snapshots.
     """
     slot_bytes = states.layout.slot_bytes
-    typical = min(workload.max_model_len, _TYPICAL_TOKENS)
+    typical = min(workload.max_model_len, TYPICAL_TOKENS)
     text_bytes = sum(group.max_blocks(typical, 1) * group.layout.block_bytes for group in layout.groups)
     num_left = num_bytes - states.num_snapshots * slot_bytes
     num_requests = min(max(num_left // (slot_bytes + text_bytes), _LEAST_REQUESTS), workload.max_num_seqs)

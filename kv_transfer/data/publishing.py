@@ -9,7 +9,7 @@ from functools import cache, partial
 from statistics import median
 
 from contract.errors import ErrorKind
-from engine.connector import Computed, KVMemory, LayerWatch
+from engine.connector import Computed, KVMemory, LayerWatch, mark_computed
 from kv_transfer.data.reading import DigestViews
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
@@ -266,12 +266,6 @@ class PassWatch:
             computed = mark_computed(self._memory)
             for order in orders:
                 self._post(partial(self._publisher.publish, order, computed))
-
-
-def mark_computed(memory: KVMemory) -> Computed:
-    """Return what waits for everything that was launched before, in all regions: a step works on one stream."""
-    marks = [region.mark_computed() for region in memory.regions]
-    return marks[0]
 
 
 @cache
