@@ -70,8 +70,9 @@ class Publisher:
             for start, end in self._ranges(order):
                 # The lease grows with the first part only: further parts are of the same blocks.
                 block_ids = order.block_ids[start:end]
-                grants = self._senders.publish(order.name, block_ids, order.group) if is_new else ()
-                ready = ev.LayerRange(order.first_block + start, end - start, num_bytes, grants)
+                first = order.first_block + start
+                grants = self._senders.publish(order.name, block_ids, first, order.group) if is_new else ()
+                ready = ev.LayerRange(first, end - start, num_bytes, grants)
                 self._reports.send_event(order.key, ready)
             unfinished.is_stored = num_bytes == self._regions[order.group].layout.block_bytes
         except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
@@ -120,7 +121,7 @@ class Publisher:
             return ev.BlockRange(first, unfinished.digests.values(start, end))
         views = self._views[order.group].of(read_views(memory, block_ids))
         digests = digests_of(self.digest, views, order.seeds[start:end])
-        return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids, order.group))
+        return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids, first, order.group))
 
     def _digest(
         self,

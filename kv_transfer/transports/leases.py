@@ -74,14 +74,18 @@ class LeaseBook:
         """Lend from this pool; called once, before ``extend``."""
         self._memory = memory
 
-    def extend(self, name: LeaseName, block_ids: Sequence[int], group: int = 0) -> None:
-        """Make ``block_ids``, of this group of layers, readable as the next blocks of this lease."""
+    def extend(self, name: LeaseName, block_ids: Sequence[int], first_block: int = 0, group: int = 0) -> None:
+        """Make ``block_ids``, of this group of layers, readable as the blocks of this lease from ``first_block`` on.
+
+        A lease that has ended behind its first blocks stays over: the next ones may be digested later.
+        """
         region = self._memory if group == 0 else self._memory.regions[group]
         with self._lock:
+            if first_block and name not in self._leases:
+                return
             lease = self._leases.setdefault(name, _Lease())
             if not lease.lent or lease.lent[-1].region is not region:
-                first = lease.lent[-1].first + len(lease.lent[-1].block_ids) if lease.lent else 0
-                lease.lent.append(Lent(region, first, np.zeros(0, np.int64)))
+                lease.lent.append(Lent(region, first_block, np.zeros(0, np.int64)))
             lease.lent[-1].extend(block_ids)
 
     def revoke(self, name: LeaseName) -> None:
@@ -249,10 +253,12 @@ class GenerationTable:
         self._slots: dict[LeaseName, int] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, 0, -1))
 
-    def extend(self, name: LeaseName, block_ids: Sequence[int], group: int = 0) -> bytes:
+    def extend(
+        self, name: LeaseName, block_ids: Sequence[int], first_block: int = 0, group: int = 0
+    ) -> bytes:
         """Return a grant of ``block_ids`` under this lease. Raises TransferError if no slot is free.
 
-        group: of layers; a reader derives it from the numbers of the blocks.
+        first_block, group: see ``LeaseBook``; a reader has the numbers with the grant, and derives the group from them.
         """
         with self._lock:
             slot = self._slots.get(name)
@@ -309,13 +315,15 @@ class Sender(ABC):
     def start(self, memory: KVMemory) -> None:
         """Lend from this pool; called once, before ``publish``."""
 
-    def publish(self, name: LeaseName, block_ids: Sequence[int], group: int = 0) -> bytes | None:
-        """Append ``block_ids``, of this group of layers, to the blocks that may be read under this lease.
+    def publish(
+        self, name: LeaseName, block_ids: Sequence[int], first_block: int = 0, group: int = 0
+    ) -> bytes | None:
+        """Append ``block_ids``, of this group of layers, to the ``first_block`` blocks that may be read under this lease.
 
         Returns a grant, by which a receiver reads them without a request (at most MAX_GRANT_BYTES, see
         ``RangeGrant``), or None.
         """
-        return self.leases.extend(name, block_ids, group)
+        return self.leases.extend(name, block_ids, first_block, group)
 
     def release(self, name: LeaseName) -> None:
         """Start no more reads of this lease and end running ones; call ``on_idle(name)`` once per call when none runs."""

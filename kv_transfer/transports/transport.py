@@ -177,10 +177,11 @@ class Senders:
             sender.start(memory)
 
     def publish(
-        self, name: LeaseName, block_ids: Sequence[int], group: int = 0
+        self, name: LeaseName, block_ids: Sequence[int], first_block: int = 0, group: int = 0
     ) -> tuple[tuple[str, bytes], ...]:
         """Append blocks to the lease on every offered sender; return (transport, grant) of those that return a grant."""
-        granted = [(each, sender.publish(name, block_ids, group)) for each, sender in self._offered()]
+        offered = self._offered()
+        granted = [(each, sender.publish(name, block_ids, first_block, group)) for each, sender in offered]
         return tuple((each, grant) for each, grant in granted if grant is not None)
 
     def release(self, name: LeaseName) -> None:

@@ -141,7 +141,7 @@ class Lender:
                 digest_of(self.pool.memory.read_view(block_id), seed)
                 for block_id, seed in zip(order.block_ids, order.seeds, strict=True)
             )
-            self.book.extend(order.name, order.block_ids)
+            self.book.extend(order.name, order.block_ids, order.first_block)
             outcome = ev.BlockRange(order.first_block, digests)
         self.sends.send_event(order.key, outcome)
 

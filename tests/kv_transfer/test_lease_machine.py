@@ -47,8 +47,16 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, block_ids=st.lists(st.integers(0, 15), min_size=1, max_size=3))
     def extend(self, name: LeaseName, block_ids: list[int]) -> None:
-        self.book.extend(name, block_ids)
-        self.leases.setdefault(name, ModelLease()).block_ids.extend(block_ids)
+        lease = self.leases.setdefault(name, ModelLease())
+        self.book.extend(name, block_ids, len(lease.block_ids))
+        lease.block_ids.extend(block_ids)
+
+    @rule(name=NAMES, first_block=st.integers(1, 3))
+    def extend_behind_the_end(self, name: LeaseName, first_block: int) -> None:
+        """A range that was digested when its lease was over."""
+        if name not in self.leases:
+            self.book.extend(name, [0], first_block)
+            self.check(name)
 
     @rule(name=NAMES, first_block=st.sampled_from([0, 0, 0, 0, 1, -1, 9]), num_blocks=st.integers(1, 3))
     def read(self, name: LeaseName, first_block: int, num_blocks: int) -> None:

@@ -318,3 +318,16 @@ def test_a_lease_is_idle_when_its_last_reader_leaves() -> None:
         with pytest.raises(StaleLeaseError):
             book.check(NAME)
     assert idle == [NAME, NAME]
+
+
+def test_a_range_that_was_digested_late_does_not_begin_its_lease_again() -> None:
+    """With the numbers of its first blocks it would lend others than those that were announced."""
+    book = LeaseBook(lambda _: None)
+    book.start(ByteMemory(SMALL, 4))
+    book.extend(NAME, [0, 1])
+    book.revoke(NAME)
+    book.extend(NAME, [2, 3], first_block=2)
+    with pytest.raises(StaleLeaseError):
+        book.check(NAME)
+    with pytest.raises(StaleLeaseError), book.reading(ReadRequest(NAME, 0, 2)):
+        pass

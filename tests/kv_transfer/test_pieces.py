@@ -41,7 +41,9 @@ class PlayedSender(Sender):
     def start(self, memory: object) -> None:
         """Nothing."""
 
-    def publish(self, name: LeaseName, block_ids: Sequence[int], group: int = 0) -> bytes:
+    def publish(
+        self, name: LeaseName, block_ids: Sequence[int], first_block: int = 0, group: int = 0
+    ) -> bytes:
         if self.num_blocks >= self._fails_at:
             raise OSError("no room")
         self.num_blocks += len(block_ids)

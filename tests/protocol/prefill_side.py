@@ -75,7 +75,7 @@ class PrefillSide(EngineSide):
         outcome: ev.SendEvent
         if order.num_parts > 1 and not is_failing:  # the first half of its layers
             self.orders.insert(0, msgspec.structs.replace(order, num_parts=LENT_BEFORE))
-            self.book.extend(order.name, order.block_ids, order.group)
+            self.book.extend(order.name, order.block_ids, order.first_block, order.group)
             outcome = ev.LayerRange(order.first_block, len(order.block_ids), LAYOUT.block_bytes // 2)
         elif is_failing:
             outcome = ev.RangeFailed(order.first_block, len(order.block_ids), ErrorKind.INTERNAL, "a fault")
@@ -85,7 +85,7 @@ class PrefillSide(EngineSide):
                 for block, seed in zip(order.block_ids, order.seeds, strict=True)
             )
             if order.num_parts != LENT_BEFORE:
-                self.book.extend(order.name, order.block_ids, order.group)
+                self.book.extend(order.name, order.block_ids, order.first_block, order.group)
             outcome = ev.BlockRange(order.first_block, digests)
         self.transfers.send_event(order.key, outcome)
 
@@ -120,12 +120,7 @@ class PrefillSide(EngineSide):
         except StaleLeaseError:
             return None
         lent = lent_for(lease, request)
-        try:
-            within = request.within(len(lent.block_ids), lent.first)
-        except StaleLeaseError:  # opened again by a range that was digested after its end
-            self.book._end(request.name, lease, ignore)
-            return None
-        blocks = tuple(lent.block_ids[within].tolist())
+        blocks = tuple(lent.block_ids[request.within(len(lent.block_ids), lent.first)].tolist())
         if not self.scenario.is_one_sided:
             return cast(NoMemory, lent.region).group, blocks
         self.book._end(request.name, lease, ignore)
