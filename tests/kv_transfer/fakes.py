@@ -5,7 +5,6 @@ import os
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -128,18 +127,25 @@ def _create_memfd(num_bytes: int) -> int | None:
 
 
 class GatedMemory(ByteMemory):
-    """A pool whose reads of ``gated_block`` wait until ``gate`` is set. The first read of a lent block digests it."""
+    """A pool whose reads of ``gated_block`` wait until ``gate`` is set."""
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         super().__init__(layout, num_blocks)
         self.gated_block: int | None = None
         self.gate = threading.Event()
         self.is_waiting = threading.Event()
-        self._was_read: defaultdict[int, threading.Event] = defaultdict(threading.Event)
 
-    def gate_after_digest(self, block_id: int) -> None:
-        """Have reads of this block wait, once it was digested: a transfer may be announced before that."""
-        assert self._was_read[block_id].wait(30)
+    def gate_after_digest(self, block_id: int, sender: "TransferDriver") -> None:
+        """Have reads of this block wait, once all that ``sender`` lends is digested.
+
+        A transfer may be announced before that, and a block is read again for each group of layers that is digested.
+        """
+
+        def is_digested() -> bool:
+            leases = sender.scheduler.debug_state()["leases"]
+            return all(lent["num_published"] == lent["num_blocks"] for lent in leases)
+
+        sender.wait_for(is_digested, "digested")
         self.gated_block = block_id
 
     def read_view(self, block_id: int) -> memoryview:
@@ -147,7 +153,6 @@ class GatedMemory(ByteMemory):
         if block_id == self.gated_block:
             self.is_waiting.set()
             self.gate.wait()
-        self._was_read[block_id].set()
         return super().read_view(block_id)
 
 

@@ -19,7 +19,7 @@ def stall_in_the_middle(pair: Pair, memory: GatedMemory) -> str:
     prefill.send_all(send, [0, 1, 2], TOKENS)
     decode.receiver.start_fetch(fetch)
     decode.wait_for(lambda: decode.published, "published")
-    memory.gate_after_digest(2)
+    memory.gate_after_digest(2, prefill)
     decode.receiver.receive_into(fetch.key, [10, 11, 12], 0)
     assert memory.is_waiting.wait(30)
     return fetch.key

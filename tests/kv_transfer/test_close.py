@@ -51,7 +51,7 @@ def test_in_the_middle_of_a_read() -> None:
         pair.prefill.driver.send_all(pair.send_request("r", prompt), [0, 1, 2], TOKENS)
         decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
-        memory.gate_after_digest(2)
+        memory.gate_after_digest(2, pair.prefill.driver)
         decode.receiver.receive_into(fetch.key, [10, 11, 12], 0)
         assert memory.is_waiting.wait(30)
         decode.close()

@@ -201,7 +201,7 @@ def stuck_in_a_read(memory: GatedMemory, block_ids: Sequence[int]) -> Iterator[t
         pair.prefill.driver.send_all(send, [0, 1, 2], TOKENS)
         decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
-        memory.gate_after_digest(2)
+        memory.gate_after_digest(2, pair.prefill.driver)
         decode.receiver.receive_into(fetch.key, list(block_ids), 0)
         try:
             assert memory.is_waiting.wait(WAIT)

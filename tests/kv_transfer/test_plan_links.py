@@ -228,7 +228,7 @@ def test_a_fetch_that_is_cancelled_while_it_reads_drains(theirs: KVLayout, ours:
         prefill.send_all(case.send, case.source, TOKENS)
         decode.receiver.start_fetch(case.fetch)
         decode.wait_for(lambda: decode.published == [case.fetch.key], "published")
-        memory.gate_after_digest(case.source[-1])
+        memory.gate_after_digest(case.source[-1], prefill)
         case.reserve()
         assert memory.is_waiting.wait(30)
         assert decode.receiver.cancel_fetch(case.fetch.key) is False

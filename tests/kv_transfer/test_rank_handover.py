@@ -161,7 +161,7 @@ def test_a_cancelled_read_is_drained_when_every_rank_is_terminal() -> None:
         send = ranks.pair.send_request(ranks.name, ranks.prompt)
         sender.send_all(send, SOURCE, TOKENS)
         key = ranks.fetch()
-        gated.gate_after_digest(SOURCE[2])
+        gated.gate_after_digest(SOURCE[2], sender)
         receiver.receiver.receive_into(key, TARGET, 0)
         assert gated.is_waiting.wait(30)
         assert not receiver.receiver.cancel_fetch(key)

@@ -85,7 +85,7 @@ def reading(case: Three) -> EngineRequest:
     driver.wait_for(lambda: driver.published, "published")
     memory = case.sender.driver.memory
     assert isinstance(memory, GatedMemory)
-    memory.gate_after_digest(SOURCE[-1])
+    memory.gate_after_digest(SOURCE[-1], case.sender.driver)
     driver.receiver.receive_into(fetch.key, TARGET, 0)
     assert memory.is_waiting.wait(30)
     return fetch
