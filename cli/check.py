@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contract.cache_layout import TYPICAL_TOKENS
+from contract.cache_layout import TYPICAL_TOKENS, CacheLayout
 from contract.errors import SettingError
 from contract.identity import Role
 from contract.sampling import MODEL_DEFAULTS
@@ -130,6 +130,7 @@ def _add_engine(finding: Finding, folder: Path, settings: CheckSettings) -> None
             num_ranks=settings.tensor_parallel_size,
             kv_cache_dtype=settings.kv_cache_dtype,
             data_parallel_size=settings.data_parallel_size,
+            finds_states=True,
         )
     except SettingError as error:
         finding.facts["served by"] = "nothing: it is refused"
@@ -186,9 +187,34 @@ def _cache_facts(served: "Served") -> dict[str, Any]:
         held[f"{length} tokens"] = {"bytes": cache.request_bytes(length)}
         if not cache.is_uniform:
             held[f"{length} tokens"]["bytes where all tokens are kept"] = length * cache.token_bytes
-    # Their shapes are those of modules, which only a start makes.
-    states = {"states of a request": "beside its KV; the log of the start has their bytes"}
-    return {"KV of layers": groups, "KV of a request": held, **(states if served.has_states else {})}
+    return {"KV of layers": groups, "KV of a request": held, **_state_facts(served, cache)}
+
+
+def _state_facts(served: "Served", cache: CacheLayout) -> dict[str, Any]:
+    """Return the bytes that the states of a request hold beside its KV, and how many requests run in the default memory."""
+    from engine.kv_cache.shares import HOST_LIMIT_BYTES, StateNeeds, Workload, share_with_states
+    from engine.options import EngineOptions
+
+    if (states := cache.states) is None:
+        return {}
+    kinds = {
+        name: {
+            "layers": len({part.layer for part in states.parts if part.name == name}),
+            "bytes": sum(part.num_bytes for part in states.parts if part.name == name),
+        }
+        for name in sorted({part.name for part in states.parts})
+    }
+    options = EngineOptions.model_construct()
+    workload = Workload(served.max_model_len, options.max_num_batched_tokens, options.max_num_seqs)
+    needs = StateNeeds(states, options.block_size)
+    try:
+        num_requests = share_with_states(cache, HOST_LIMIT_BYTES, workload, needs)[1]
+    except SettingError:
+        num_requests = 0  # kv_cache_bytes must be set
+    return {
+        "states of a request": {**kinds, "slot": {"bytes": states.slot_bytes}},
+        f"requests at once in {gib(HOST_LIMIT_BYTES)}": num_requests,
+    }
 
 
 def _add_card(finding: Finding, card: ModelCard) -> None:

@@ -42,7 +42,7 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
     """Load the weights on all ranks, then allocate the KV cache. Raises SettingError for what cannot be served."""
     # Imported here, so that a process that only talks to an engine never loads torch.
     from engine.executor import create_executor
-    from engine.kv_cache.sizing import StateNeeds, Workload
+    from engine.kv_cache.shares import StateNeeds, Workload
     from engine.kv_cache.startup import initialize_kv_cache
 
     executor = create_executor(settings)

@@ -1,7 +1,6 @@
 """The memory that the KV cache may take. Measuring is a protocol, so that every formula runs on every machine."""
 
 import logging
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,19 +10,13 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from contract.cache_layout import TYPICAL_TOKENS, CacheLayout
 from contract.errors import SettingError
-from contract.state_layout import StateLayout
+from engine.kv_cache.shares import HOST_LIMIT_BYTES
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-HOST_LIMIT_BYTES = 1 << 30
 _HOST_SHARE = 4
-# Two requests of any length can run at once.
-_LEAST_REQUESTS = 2
-# Blocks without bytes only count tokens; each of them is an entry of some lists, though.
-_MOST_EMPTY_BLOCKS = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -39,24 +32,6 @@ class MemoryReading:
     free_bytes: int
     peak_bytes: int
     is_host: bool
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The largest work of an engine: tokens of prompt and answer together, tokens and requests of a step."""
-
-    max_model_len: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-
-
-@dataclass(frozen=True)
-class StateNeeds:
-    """The states of recurrent layers. block_size: of the KV blocks. num_snapshots: slots beside those of requests."""
-
-    layout: StateLayout
-    block_size: int
-    num_snapshots: int = 0
 
 
 class MemoryProbe(Protocol):
@@ -159,67 +134,6 @@ def available_kv_bytes(reading: MemoryReading, settings: EngineSettings) -> int:
             _held(reading),
         )
     return min(of_share, of_free)
-
-
-def share_memory(layout: CacheLayout, num_bytes: int, workload: Workload) -> tuple[int, ...]:
-    """Return the number of blocks of each group, its null block included, that fit into ``num_bytes`` together.
-
-    The first group, which reaches farthest, gets as many as possible. The others get what as many requests of a typical
-    length keep in them as the first one holds (``max_num_seqs`` at most), beside the tokens of a step, which its requests
-    share; and never less than one request of any length needs. With one group, all is that one's.
-    """
-    chunk = workload.max_num_batched_tokens
-    typical = min(workload.max_model_len, TYPICAL_TOKENS)
-    first, *others = layout.groups
-    size = first.layout.block_size
-
-    def with_first(num_blocks: int) -> tuple[int, ...]:
-        num_tokens = (num_blocks - 1) * size
-        num_requests = min(max(-(-num_tokens // typical), _LEAST_REQUESTS), workload.max_num_seqs)
-        longest = min(workload.max_model_len, num_tokens)
-        numbers = [num_blocks]
-        for group in others:
-            kept = num_requests * group.max_blocks(typical, 1) + -(-chunk // size)
-            # Never more than the first group: then no request keeps more here than there.
-            numbers.append(min(num_blocks, 1 + max(kept, group.max_blocks(longest, chunk))))
-        return tuple(numbers)
-
-    def is_too_much(num_blocks: int) -> bool:
-        numbers = zip(with_first(num_blocks), layout.groups, strict=True)
-        return sum(number * group.layout.block_bytes for number, group in numbers) > num_bytes
-
-    most = num_bytes // first.layout.block_bytes
-    return with_first(max(0, bisect_left(range(most + 1), True, lo=1, key=is_too_much) - 1))
-
-
-def share_with_states(
-    layout: CacheLayout, num_bytes: int, workload: Workload, states: StateNeeds
-) -> tuple[tuple[int, ...], int]:
-    """Return the number of blocks of each group, see ``share_memory``, and the number of slots for states.
-
-    As many requests as fit with a text of a typical length and a slot get one, ``max_num_seqs`` at most. The blocks have the
-    rest. Raises SettingError, with all numbers, if two requests do not fit beside the snapshots.
-    """
-    slot_bytes = states.layout.slot_bytes
-    typical = min(workload.max_model_len, TYPICAL_TOKENS)
-    text_bytes = sum(group.max_blocks(typical, 1) * group.layout.block_bytes for group in layout.groups)
-    num_left = num_bytes - states.num_snapshots * slot_bytes
-    num_requests = min(max(num_left // (slot_bytes + text_bytes), _LEAST_REQUESTS), workload.max_num_seqs)
-    num_left -= num_requests * slot_bytes
-    num_slots = num_requests + states.num_snapshots
-    per_block = layout.groups[0].layout.block_bytes
-    if not per_block and num_left >= 0:
-        per_text = -(-workload.max_model_len // states.block_size)
-        return (1 + max(per_text, min(num_requests * per_text, _MOST_EMPTY_BLOCKS)),), num_slots
-    num_blocks = share_memory(layout, max(0, num_left), workload) if per_block else (0,)
-    if min(num_blocks) < 2:  # the null block, and one to compute with
-        raise SettingError(
-            f"there are {num_bytes} bytes for the KV cache; the states of {num_requests} requests and "
-            f"{states.num_snapshots} snapshots need {num_slots} slots of {slot_bytes} bytes ({num_slots * slot_bytes} "
-            f"bytes), and a block of KV has {per_block}: raise kv_cache_bytes, or lower state_snapshots",
-            param="kv_cache_bytes",
-        )
-    return num_blocks, num_slots
 
 
 def _held(reading: MemoryReading) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from contract.cache_layout import CacheLayout
 from contract.errors import InternalError, SettingError
 from contract.layout import DTYPE_BYTES, KEY_VALUE, KVLayout
-from engine.kv_cache.sizing import StateNeeds, Workload, share_memory, share_with_states
+from engine.kv_cache.shares import StateNeeds, Workload, share_memory, share_with_states
 
 logger = logging.getLogger(__name__)
 

@@ -138,11 +138,13 @@ class RecurrentLayers:
         self._step: StateStep | None = None
         self._examples: dict[StateKey, Tensor] = {}
         self.layers: set[int] = set()
+        self._modules: list[Any] = []
         for module in whole.modules():
             if _is_recurrent(module):
                 layer: Any = module
                 self.layers.add(layer.layer_idx)
                 layer.forward = self._wrapped(module)
+                self._modules.append(layer)
 
     @contextmanager
     def survey(self) -> Iterator[None]:
@@ -165,6 +167,12 @@ class RecurrentLayers:
         ]
         self.layout = StateLayout(tuple(parts)) if parts else None
 
+    def survey_alone(self, hidden_states: Tensor) -> None:
+        """Find the states by the recurrent layers alone, of a new text. hidden_states: ``[1, num_tokens, hidden_size]``."""
+        with self.survey():
+            for module in self._modules:
+                module.forward(hidden_states=hidden_states, **{_cache_of(module): None})
+
     @contextmanager
     def during(self, step: StateStep) -> Iterator[None]:
         """Run the layers by ``step`` until the end of the block."""
@@ -177,7 +185,7 @@ class RecurrentLayers:
     def _wrapped(self, module: nn.Module) -> Callable[..., Any]:
         original = module.forward
         signature = inspect.signature(original)
-        cache = next(name for name in _CACHES if name in signature.parameters)
+        cache = _cache_of(module)
         is_by_token = computes_by_token(module)
 
         def forward(*arguments: Any, **named: Any) -> Any:
@@ -212,6 +220,12 @@ class RecurrentLayers:
             return made[key]
 
         return find
+
+
+def _cache_of(module: nn.Module) -> str:
+    """Return the name by which a layer's forward pass gets its states."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return next(name for name in _CACHES if name in parameters)
 
 
 def _part_of(given: Mapping[str, Any], tokens: slice) -> dict[str, Any]:

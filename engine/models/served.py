@@ -13,9 +13,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from contract.cache_layout import CacheLayout
 from contract.errors import SettingError
 from contract.layout import DTYPE_BYTES, KEY_VALUE, LATENT, KVLayout, resolve_kv_dtype
+from contract.state_layout import StateLayout
 from engine.models.checkpoint import (
     DTYPE_NAMES,
     HEAD_NAME,
@@ -30,7 +33,9 @@ from engine.options import KVCacheOptions
 from engine.quantisation.stored import AnyScheme, describe_weights, open_weights, read_scheme
 
 _PROGRAM = "engine.models.facts_program"
-_PROGRAM_SECONDS = 60.0
+_STATES_PROGRAM = "engine.models.states_program"
+# Reading takes a second, making a large model some; other processes may have all cores.
+_PROGRAM_SECONDS = 300.0
 _EXPERTS = ".experts."
 """A part of the names of experts' tensors."""
 _OTHER_PARTS = re.compile("vision|visual|image|audio|multi_modal_projector")
@@ -60,8 +65,8 @@ class Served:
     has_states: it has recurrent layers, so aggregated workers alone serve it. quantisation: None without.
     num_weight_bytes: of the weights in that dtype; None if unknown. num_expert_bytes: those of them that are experts' of
     layers whose experts can be spread over ranks.
-    cache: of all layers with KV, in blocks of the default size; None if unknown. has_weights: False if there is config.json
-    alone.
+    cache: of all layers with KV, in blocks of the default size, and the states of recurrent layers if they were asked for;
+    None if unknown. has_weights: False if there is config.json alone.
     """
 
     architecture: str
@@ -98,13 +103,16 @@ def examine(
     num_ranks: int = 1,
     kv_cache_dtype: str = "auto",
     data_parallel_size: int = 1,
+    *,
+    finds_states: bool = False,
 ) -> Served:
     """Return how the engine serves a folder, with weights or with config.json alone. Needs kvbaton[worker], not torch.
 
-    num_ranks: processes of a worker. data_parallel_size: workers of a group.
+    num_ranks: processes of a worker. data_parallel_size: workers of a group. finds_states: with the shapes of its states,
+    for which the model is made without weights, in a process with torch.
 
     Raises SettingError, whose text is that of the loader, for one that it refuses. Takes less than a second where
-    transformers reads the configuration, in a process of its own.
+    transformers reads the configuration, in a process of its own, and several to find states.
     """
     raw = read_config(folder)
     has_weights = any(folder.glob("*.safetensors"))
@@ -115,7 +123,8 @@ def examine(
     if architecture is None:
         refuse_ranks(raw, num_ranks)
         refuse_spreading(raw, data_parallel_size)
-        return _examine_transformers(folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len)
+        served = _examine_transformers(folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len)
+        return _with_states(folder, served) if finds_states and served.has_states else served
     architecture.read_config(raw).check_spread(data_parallel_size)
     return _examine_own(folder, raw, architecture, checkpoint, dtype, kv_cache_dtype, max_model_len)
 
@@ -232,7 +241,7 @@ def _examine_transformers(
     part = text_part(raw)
     # The order of the loader: what the configuration refuses is refused before the headers of a hundred files are read.
     scheme = read_scheme(part)
-    facts = _ask_transformers(folder)
+    facts = _answer(folder, _PROGRAM)
     if checkpoint is None:
         name = _named_dtype(dtype, part)
     else:
@@ -262,24 +271,33 @@ def _examine_transformers(
     )
 
 
+def _with_states(folder: Path, served: Served) -> Served:
+    """Return the same with the states of the recurrent layers."""
+    if served.cache is None or served.dtype is None:
+        return served
+    found = _answer(folder, _STATES_PROGRAM, served.dtype)["states"]
+    states = msgspec.convert(found, StateLayout | None)
+    return replace(served, cache=msgspec.structs.replace(served.cache, states=states))
+
+
 def text_part(raw: RawConfig) -> RawConfig:
     """Return config.json with the fields of its ``text_config``, if it has one, in the place of those of the whole."""
     part = raw.get("text_config")
     return {**raw, **part} if isinstance(part, dict) else raw
 
 
-def _ask_transformers(folder: Path) -> dict[str, Any]:
-    """Return what ``facts_program`` prints. Raises SettingError with its text, and if it fails."""
+def _answer(folder: Path, program: str, *arguments: str) -> dict[str, Any]:
+    """Return what a program about a folder prints. Raises SettingError with its text, and if it fails."""
     # A process of its own: transformers imports torch beside a configuration, and this one must stay small.
-    command = [sys.executable, "-P", "-m", _PROGRAM, str(folder)]
+    command = [sys.executable, "-P", "-m", program, str(folder), *arguments]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise SettingError(f"model: transformers cannot read {folder}: {error}", param="model") from error
-    facts: dict[str, Any] = json.loads(ended.stdout)
-    if "problem" in facts:
-        raise SettingError(facts["problem"], param="model")
-    return facts
+    found: dict[str, Any] = json.loads(ended.stdout)
+    if "problem" in found:
+        raise SettingError(found["problem"], param="model")
+    return found
 
 
 def _named_dtype(setting: str, raw: RawConfig) -> str | None:

@@ -13,7 +13,10 @@ import torch
 from cli.check import Finding, add_devices, add_served
 from cli.main import run_command
 from contract.errors import SettingError
+from engine.core import EngineCore
+from engine.kv_cache.shares import HOST_LIMIT_BYTES
 from engine.models.served import examine
+from engine.settings import EngineSettings
 from launch.arguments import parse
 from launch.devices import RankCounts
 from launch.machine_settings import UpSettings
@@ -126,7 +129,16 @@ def test_states_beside_the_kv_are_named(tmp_path: Path, capsys: pytest.CaptureFi
     found = json.loads(checked(capsys, "--json", str(folder))[1])
     assert found["problems"] == []
     assert found["KV of layers"] == {"full": {"layers": 2, "bytes a token": 2 * 2 * 2 * 16 * 4}}
-    assert found["states of a request"].startswith("beside its KV")
+    # Of each convolution the last three inputs of 64 channels; a state begins at a multiple of 64 bytes.
+    assert found["states of a request"] == {
+        "conv": {"layers": 2, "bytes": 2 * 3 * 64 * 4},
+        "slot": {"bytes": 2 * 3 * 64 * 4},
+    }
+    core = EngineCore(EngineSettings(model=folder, kv_cache_bytes=HOST_LIMIT_BYTES))
+    assert found["requests at once in 1.00 GiB"] == core.info.num_state_slots
+    core.close()
+    text = checked(capsys, str(folder))[1]
+    assert "conv: 2 layers, 1,536 bytes; slot: 1,536 bytes" in text
 
 
 def test_a_folder_without_weights_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
 from contract.state_layout import StateLayout
 from engine.executor import InProcessExecutor
-from engine.kv_cache.sizing import StateNeeds, Workload
+from engine.kv_cache.shares import StateNeeds, Workload
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.settings import EngineSettings

@@ -14,7 +14,7 @@ from engine.compute.batch import InputBatch
 from engine.compute.inputs import prepare_inputs
 from engine.executor import InProcessExecutor
 from engine.kv_cache.regions import Regions
-from engine.kv_cache.sizing import Workload
+from engine.kv_cache.shares import Workload
 from engine.kv_cache.startup import KVCacheConfig, initialize_kv_cache
 from engine.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.scheduling.blocks.block_pool import BlockPool

@@ -17,12 +17,11 @@ from contract.layout import KVLayout
 from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
 from engine.executor import InProcessExecutor
+from engine.kv_cache.shares import HOST_LIMIT_BYTES, Workload
 from engine.kv_cache.sizing import (
-    HOST_LIMIT_BYTES,
     CudaProbe,
     HostProbe,
     MemoryReading,
-    Workload,
     available_kv_bytes,
     profile_lengths,
 )

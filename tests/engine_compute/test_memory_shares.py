@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from contract.cache_layout import CacheLayout
 from contract.errors import SettingError
 from contract.layout import KVLayout
-from engine.kv_cache.sizing import Workload, share_memory
+from engine.kv_cache.shares import Workload, share_memory
 from engine.kv_cache.startup import KVCacheConfig, KVCacheSpec, make_config, unify
 
 GIB = 1 << 30

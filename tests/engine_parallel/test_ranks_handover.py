@@ -21,7 +21,7 @@ from engine.client import InProcessClient
 from engine.compute import runner
 from engine.connecting import Transfers
 from engine.executor import Executor, create_executor
-from engine.kv_cache.sizing import Workload
+from engine.kv_cache.shares import Workload
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.settings import EngineSettings
 from roles.table import STAGES

@@ -5,20 +5,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
+from contract.cache_layout import TYPICAL_TOKENS
 from contract.errors import SettingError
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from contract.state_layout import StateLayout, StatePart
 from engine.connecting import Transfers
 from engine.core import EngineCore
-from engine.kv_cache.sizing import StateNeeds, Workload
+from engine.kv_cache.shares import HOST_LIMIT_BYTES, StateNeeds, Workload
 from engine.kv_cache.startup import KVCacheSpec, make_config
 from engine.settings import EngineSettings
 from roles.table import STAGES
 from tests.checkpoints import load_reference, reference_greedy, write_checkpoint
 from tests.drafting_engines import DraftingEngine, without_drafts
-from tests.families.tiny_models import make_tiny
+from tests.families.tiny_models import make_tiny, tiny_config
 
 SHARED = [(37 * i + 11) % 256 for i in range(40)]
 PROMPTS = [[7], SHARED[:9], [*SHARED, *range(60, 81)], SHARED, [5, 6, 7, 8] * 9]
@@ -153,8 +155,8 @@ def test_too_little_memory_names_all_numbers(model: Path) -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "slot_bytes", "most", "num_slots"),
     [
-        (1 << 30, 64 * MIB, 256, 8),  # as a hybrid of 35 billion parameters has, at the default of memory
-        (1 << 30, MIB, 256, 15),
+        (1 << 30, 64 * MIB, 256, 9),
+        (1 << 30, MIB, 256, 20),
         (1 << 30, MIB, 4, 4),
         (140 * MIB, 64 * MIB, 256, 2),
     ],
@@ -162,7 +164,7 @@ def test_too_little_memory_names_all_numbers(model: Path) -> None:
 def test_as_many_requests_as_fit_get_a_slot(
     num_bytes: int, slot_bytes: int, most: int, num_slots: int
 ) -> None:
-    """Each with a text of 4,096 tokens, 64 MiB here; the rest of the memory is KV."""
+    """Each with three quarters of a text of 4,096 tokens, 48 MiB here; the rest of the memory is KV."""
     states = StateLayout((StatePart(layer=1, name="recurrent", shape=(slot_bytes // 4,), dtype="float32"),))
     specs = {str(layer): KVCacheSpec(16, 4, 256, "bfloat16") for layer in range(4)}
     workload = Workload(32768, 2048, most)
@@ -170,3 +172,61 @@ def test_as_many_requests_as_fit_get_a_slot(
     assert config.num_state_slots == num_slots
     rest = num_bytes - config.num_bytes
     assert 0 <= rest < 2 * sum(spec.block_bytes for spec in specs.values())
+
+
+@pytest.mark.parametrize(
+    ("num_recurrent", "num_heads", "num_channels", "num_attending", "num_slots"),
+    [
+        pytest.param(30, 32, 8192, 10, 8, id="Qwen3.6-35B-A3B: 65 MB of states, 20 KiB of KV a token"),
+        pytest.param(18, 16, 6144, 6, 18, id="Qwen3.5-0.8B: 20 MB of states, 12 KiB of KV a token"),
+    ],
+)
+def test_the_default_memory_has_room_for_eight_requests_of_a_hybrid(
+    num_recurrent: int, num_heads: int, num_channels: int, num_attending: int, num_slots: int
+) -> None:
+    parts = []
+    for layer in range(num_recurrent):
+        parts.append(StatePart(layer=layer, name="conv", shape=(num_channels, 4), dtype="bfloat16"))
+        parts.append(StatePart(layer=layer, name="recurrent", shape=(num_heads, 128, 128), dtype="float32"))
+    specs = {str(layer): KVCacheSpec(16, 2, 256, "bfloat16") for layer in range(num_attending)}
+    needs = StateNeeds(StateLayout(tuple(parts)), 16)
+    config = make_config(specs, HOST_LIMIT_BYTES, Workload(262_144, 2048, 256), needs)
+    assert config.num_state_slots == num_slots >= 8
+    # What the slots leave are three quarters of a typical text of each.
+    assert config.num_blocks[0] * 16 >= num_slots * TYPICAL_TOKENS * 3 // 4
+
+
+@pytest.mark.slow
+def test_eight_requests_of_a_hybrid_run_at_once_in_the_default_memory(tmp_path: Path) -> None:
+    """Its states have 64 MiB, its KV 20 KiB a token."""
+    shape = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 64,
+        "linear_key_head_dim": 512,
+        "linear_value_head_dim": 512,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 10,
+        "head_dim": 256,
+        "max_position_embeddings": 4096,
+    }
+    config, model_class = tiny_config("qwen3_5_text")
+    torch.manual_seed(3)
+    folder = write_checkpoint(tmp_path, model_class(type(config)(**{**config.to_dict(), **shape})), 3)
+    engine = without_drafts(folder, kv_cache_bytes=HOST_LIMIT_BYTES, dtype="float32")
+    memory = engine.core.executor.kv_cache_config
+    assert memory is not None and memory.cache.states is not None
+    assert memory.cache.states.slot_bytes >= 64 * MIB
+    assert memory.cache.token_bytes == 20 << 10
+    num_running = set()
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    for index in range(8):
+        prompt = [index + 1] * 5
+        engine.core.add_request(
+            EngineRequest(request_id=str(index), prompt_token_ids=prompt, sampling=sampling)
+        )
+    while engine.scheduler.has_unfinished_requests():
+        num_running.add(engine.scheduler.get_request_counts())
+        engine.core.step()
+    assert num_running == {(0, 8), (8, 0)}
