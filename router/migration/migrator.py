@@ -144,8 +144,10 @@ class Migrator:
         try:
             with await self._reserve(run, self._excluded(source)) as reservation:
                 is_prepared = await self._preparations.prepare(run, source, *reservation.workers)
-                # The answer has gone on meanwhile: it may have ended, and its worker or the target may be lost.
-                if not (is_prepared and self.can_move(run, source)) or reservation.lost_workers:
+                # The answer has gone on meanwhile: it may have ended, and its worker may be lost.
+                if not (is_prepared and self.can_move(run, source)) or _is_refused(
+                    reservation, self._excluded(source)
+                ):
                     return MigrationState.ENDED
                 return await self._hand_off(run, source, reservation)
         except UnavailableError:
@@ -207,17 +209,17 @@ class Migrator:
         logger.info("another worker is to take %s: %s", migration.order.request_id, failed.error.message)
         excluded = self._excluded(source) | {failed.failed_worker.name}
         if self._has_target_but(excluded):
-            begin = self._continue_elsewhere(migration, run, excluded)
+            begin = self._continue_elsewhere(migration, run, source, excluded)
             await ends_within(begin, _SECOND_TARGET_SECONDS, migration.over)
         migration.give_up()
         await migration.over.wait()
 
     async def _continue_elsewhere(
-        self, migration: Migration, run: RequestRun, excluded: frozenset[str]
+        self, migration: Migration, run: RequestRun, source: AttachedWorker, excluded: frozenset[str]
     ) -> None:
         """Continue at another worker as soon as one has room; if none can take the answer, return."""
         with suppress(UnavailableError), await self._reserve(run, excluded) as reservation:
-            if migration.failed and not reservation.lost_workers:
+            if migration.failed and not _is_refused(reservation, self._excluded(source)):
                 migration.continue_at(reservation)
 
     async def _reserve(self, run: RequestRun, excluded: frozenset[str]) -> Reservation:
@@ -230,6 +232,11 @@ class Migrator:
         blocked = self._runs.unreachable.blocked(self._registry.workers)
         sources = (worker.name for worker in self._registry.workers if worker.capacity.former.num_moves)
         return never_moved_to(self._registry.views, source.name, sources, frozenset(blocked))
+
+
+def _is_refused(reservation: Reservation, excluded: frozenset[str]) -> bool:
+    """Return True if the target is lost, or is excluded by now: it may have changed while the move waited for room."""
+    return any(worker.gone.is_set() or worker.name in excluded for worker in reservation.workers)
 
 
 async def _count_end(

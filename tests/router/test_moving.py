@@ -168,6 +168,23 @@ async def test_no_worker_is_its_own_target_or_one_that_answers_leave() -> None:
         await made.ends()
 
 
+async def test_a_worker_that_answers_leave_while_a_move_waits_for_it_is_no_target() -> None:
+    """The move ends, and is tried again."""
+    async with moves() as made:
+        made.target.stream.grant(pb.Credit(max_requests=1, max_tokens=2**20))
+        await made.cluster.until(lambda state: any(w["max_requests"] == 1 for w in state["workers"]))
+        target = made.attached(TARGET).capacity
+        hold = target.hold("", 1)
+        moving = asyncio.create_task(made.move())
+        await made.cluster.until(lambda state: state["num_in_line"] == 1)
+        with target.former.moving():
+            hold.release()
+            assert await moving is MigrationState.ENDED
+        assert not made.source.received.hand_offs
+        assert await made.move() is MigrationState.MOVED
+        await made.ends()
+
+
 async def test_a_target_that_cannot_reach_the_source_is_not_chosen() -> None:
     async with moves() as made:
         made.path.runs.unreachable.record_failure(
