@@ -11,7 +11,7 @@ from contract.layout import Side
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import ConnectorPair
 from engine.kv_tiers.storage import TierStorage
-from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import blocks_needed
 from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.remote_kv import RemoteKV, TransferStages
 from engine.scheduling.tiers.kv_tiers import KVTiers
@@ -42,8 +42,8 @@ ConnectorFactory = Callable[[Side, str, Callable[[], None]], ConnectorPair]
     pair.scheduler.receiver.pop_received(request.key)   # the first tokens, and a report
     pair.scheduler.close()
 """
-OpenLoads = Callable[[BlockPool, float], TierLoads]
-"""(pool, seconds for which a request may wait) → the wait for blocks of KV tiers."""
+OpenLoads = Callable[[CachePools, float], TierLoads]
+"""(pools, seconds for which a request may wait) → the wait for blocks of KV tiers."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class EngineConnector:
 
     def remote_kv(self, pools: CachePools, max_length: int, timeout_seconds: float) -> RemoteKV:
         """Return what the scheduler has of the connector; see ``RemoteKV.over``."""
-        loads = self._open_loads(pools.first, timeout_seconds) if self._open_loads else None
+        loads = self._open_loads(pools, timeout_seconds) if self._open_loads else None
         if self.scheduler is None or self._stages is None:
             return RemoteKV(loads=loads)
         return RemoteKV.over(self.scheduler, self._stages, pools, max_length, timeout_seconds, loads)
@@ -150,9 +150,12 @@ def _tier_loads(
     storages: Sequence[TierStorage],
     wake: Callable[[], None],
     num_step_blocks: int,
-    pool: BlockPool,
+    pools: CachePools,
     timeout_seconds: float,
 ) -> TierLoads:
-    num_guarded = watermark(pool.num_usable_blocks, num_step_blocks)
-    tiers = KVTiers([WriteBehind(Tier(storage), pool, num_guarded, wake) for storage in storages])
-    return TierLoads(tiers, pool, timeout_seconds, wake)
+    groups: list[list[WriteBehind]] = [[] for _ in pools.pools]
+    for storage in storages:
+        pool = pools.pools[storage.group]
+        num_guarded = watermark(pool.num_usable_blocks, num_step_blocks)
+        groups[storage.group].append(WriteBehind(Tier(storage), pool, num_guarded, wake))
+    return TierLoads(KVTiers(pools, groups), pools, timeout_seconds, wake)

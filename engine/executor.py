@@ -128,7 +128,9 @@ class InProcessExecutor(Executor):
 
     def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
         """See Executor."""
-        self._tiers = open_tiers(settings, self.runner.memory, self.model_info.fingerprint)
+        self._tiers = open_tiers(
+            settings, self.runner.memory, self.model_info.fingerprint, self.kv_cache_config.cache.groups
+        )
         return self._tiers
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:

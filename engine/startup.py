@@ -61,8 +61,6 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
     why_whole = ""
     if settings.keeps_all_tokens:
         why_whole = "keeps_all_tokens is set"
-    elif has_tiers:
-        why_whole = "KV tiers store one kind of blocks"
     else:
         length = executor.model_info.max_model_len
         workload = Workload(length, settings.max_num_batched_tokens, settings.max_num_seqs)

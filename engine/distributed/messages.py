@@ -54,7 +54,8 @@ class RankRunner(ModelRunner):
         if self._tier_reports is None:
             raise InternalError("the KV tiers of this rank have nowhere to report to")
         place = RankPlace(self._group.rank, self._group.size)
-        opening = partial(open_tiers, self._settings, self.memory, self.model_info.fingerprint, place)
+        groups = self.regions.config.cache.groups
+        opening = partial(open_tiers, self._settings, self.memory, self.model_info.fingerprint, groups, place)
         self._tiers = RankTiers(opening, self._tier_reports)
         return self._tiers.opened()
 

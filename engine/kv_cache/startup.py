@@ -107,8 +107,7 @@ def make_config(
     if len(set(layouts)) > 1:
         if workload is None:
             raise SettingError(
-                "the layers of this model have KV of different shapes, which is not kept in KV tiers: leave host_kv_bytes "
-                "and disk_kv_dir unset",
+                "the layers of this model have KV of different shapes: without windows they cannot share blocks",
                 param="model",
             )
         try:

@@ -13,12 +13,15 @@ from engine.kv_tiers.slab import SlabEntry, SlabHeader
 from engine.kv_tiers.slab_folder import SlabFolder
 from engine.kv_tiers.storage import (
     ALONE,
+    WHOLE,
     BlockCopy,
+    GroupPlace,
     RankPlace,
     digest_of,
     fill_blocks,
     read_blocks,
     settle_thread,
+    storage_name,
 )
 
 logger = logging.getLogger(__name__)
@@ -29,12 +32,13 @@ _T = TypeVar("_T")
 class DiskTier:
     """Fulfils ``TierStorage`` with files in a folder, which one engine uses at a time.
 
-    Of several ranks, each has a folder in ``path``, and an equal part of ``num_bytes``. found: what earlier engines have
-    left there. on_failure: called with the reason, once, in the tier's thread, if the disk fails; the tier is off from then
-    on. Raises SettingError; see ``SlabFolder``.
+    Of several ranks, each has a folder in ``path``, and an equal part of ``num_bytes``; of several groups of layers, each
+    has its share, and the further ones a folder in that one. memory: the blocks of ``group``. found: what earlier engines
+    have left there. on_failure: called with the reason, once, in the tier's thread, if the disk fails; the tier is off from
+    then on. Raises SettingError; see ``SlabFolder``.
     """
 
-    name = "disk"
+    kind = "disk"
     outlives_engine = True
     has_orders = False
 
@@ -46,20 +50,43 @@ class DiskTier:
         model: str,
         place: RankPlace = ALONE,
         on_failure: Callable[[str], None] = logger.warning,
+        group: GroupPlace = WHOLE,
     ) -> None:
         self.is_off = False
+        self._group = group
         self._memory = memory
         self._on_failure = on_failure
         folder = path if place.num_ranks == 1 else path / f"rank-{place.rank}"
-        self._folder = SlabFolder(folder, num_bytes, SlabHeader(model, memory.layout, 0, *place))
-        self.num_slots = self._folder.num_slots
-        self.slot_bytes = memory.layout.block_bytes
+        if group.number:
+            folder /= f"group-{group.number}"
+        header = SlabHeader(model, memory.layout, 0, *place, group=group.name)
+        self._folder = SlabFolder(folder, int(num_bytes * group.share), header)
         entries = sorted(self._folder.entries, key=lambda one: one[1].number)
         self.found: list[tuple[BlockHash, int]] = [(entry.block_hash, slot) for slot, entry in entries]
         self._digests = {slot: entry.digest for slot, entry in entries}
         self._numbers = count(entries[-1][1].number + 1 if entries else 1)
         self._thread = ThreadPoolExecutor(1, "kv-disk-tier")
         logger.info("%s has %d blocks of KV, and room for %d", folder, len(entries), self.num_slots)
+
+    @property
+    def name(self) -> str:
+        """See TierStorage."""
+        return storage_name(self.kind, self.group)
+
+    @property
+    def group(self) -> int:
+        """See TierStorage."""
+        return self._group.number
+
+    @property
+    def num_slots(self) -> int:
+        """See TierStorage."""
+        return self._folder.num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """See TierStorage."""
+        return self._memory.layout.block_bytes
 
     def store(self, copies: Sequence[BlockCopy]) -> "Future[int]":
         """See TierStorage."""
@@ -101,7 +128,7 @@ class DiskTier:
 
     def _store(self, copies: Sequence[BlockCopy]) -> int:
         for copy, view in read_blocks(self._memory, copies):
-            digest = digest_of(view, copy.block_hash)
+            digest = digest_of(view, copy.block_hash, self._group.name)
             self._folder.write(copy.slot, SlabEntry(copy.block_hash, digest, next(self._numbers)), view)
             self._digests[copy.slot] = digest
         return len(copies)
@@ -110,7 +137,8 @@ class DiskTier:
         def fill(views: Sequence[memoryview]) -> int:
             for num_filled, (copy, view) in enumerate(zip(copies, views, strict=True)):
                 is_there = self._folder.read_into(copy.slot, view)
-                if not is_there or digest_of(view, copy.block_hash) != self._digests[copy.slot]:
+                digest = digest_of(view, copy.block_hash, self._group.name)
+                if not is_there or digest != self._digests[copy.slot]:
                     return num_filled
             return len(copies)
 

@@ -8,29 +8,54 @@ import numpy as np
 
 from contract.errors import SettingError
 from engine.connector import KVMemory
-from engine.kv_tiers.storage import BlockCopy, digest_of, fill_blocks, read_blocks, settle_thread
+from engine.kv_tiers.storage import (
+    WHOLE,
+    BlockCopy,
+    GroupPlace,
+    digest_of,
+    fill_blocks,
+    read_blocks,
+    settle_thread,
+    storage_name,
+)
 
 
 class HostTier:
     """Fulfils ``TierStorage`` with host memory. Raises SettingError if not one block fits.
 
-    num_bytes: the most that the slots of all ranks may have; each rank has an equal part. free_bytes: the host's free
-    memory, which must have room for them.
+    num_bytes: the most that the slots of all ranks and groups may have; each rank has an equal part. free_bytes: the host's
+    free memory, which must have room for them. memory: the blocks of ``group``.
     """
 
-    name = "host"
+    kind = "host"
     found = ()
     outlives_engine = False
     is_off = False
     has_orders = False
 
-    def __init__(self, memory: KVMemory, num_bytes: int, free_bytes: int, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        num_bytes: int,
+        free_bytes: int,
+        num_ranks: int = 1,
+        group: GroupPlace = WHOLE,
+    ) -> None:
+        self.name = storage_name(self.kind, group.number)
+        self.group = group.number
+        self._group_name = group.name
         self.slot_bytes = memory.layout.block_bytes
-        self.num_slots = num_bytes // num_ranks // self.slot_bytes
+        own_bytes = int(num_bytes * group.share)
+        self.num_slots = own_bytes // num_ranks // self.slot_bytes
         if self.num_slots < 1:
+            part = (
+                ""
+                if group == WHOLE
+                else f", of which {own_bytes} are for blocks of {group.name or 'the first group'}"
+            )
             raise SettingError(
-                f"host_kv_bytes is {num_bytes} bytes, and one block has {self.slot_bytes * num_ranks}; raise it, or set it"
-                " to 0",
+                f"host_kv_bytes is {num_bytes} bytes{part}, and one block has {self.slot_bytes * num_ranks}; raise it, or"
+                " set it to 0",
                 param="host_kv_bytes",
             )
         if num_bytes > free_bytes:
@@ -77,7 +102,7 @@ class HostTier:
     def _store(self, copies: Sequence[BlockCopy]) -> int:
         for copy, view in read_blocks(self._memory, copies):
             np.copyto(self._slots[copy.slot], np.frombuffer(view, np.uint8))
-            self._digests[copy.slot] = digest_of(self.slot_view(copy.slot), copy.block_hash)
+            self._digests[copy.slot] = digest_of(self.slot_view(copy.slot), copy.block_hash, self._group_name)
         return len(copies)
 
     def _load(self, copies: Sequence[BlockCopy]) -> int:
@@ -85,7 +110,7 @@ class HostTier:
             for num_filled, (copy, view) in enumerate(zip(copies, views, strict=True)):
                 np.copyto(np.frombuffer(view, np.uint8), self._slots[copy.slot])
                 # Of the copy, so that it covers the way from the pool and back.
-                if digest_of(view, copy.block_hash) != self._digests[copy.slot]:
+                if digest_of(view, copy.block_hash, self._group_name) != self._digests[copy.slot]:
                     return num_filled
             return len(copies)
 

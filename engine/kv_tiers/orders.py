@@ -17,6 +17,8 @@ class OpenedTier(msgspec.Struct, frozen=True):
     slot_bytes: int
     found: list[tuple[BlockHash, int]]
     outlives_engine: bool
+    kind: str
+    group: int = 0
 
 
 class CopyOrder(msgspec.Struct, frozen=True, tag="copy"):

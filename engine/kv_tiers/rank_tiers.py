@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from contract.cache_layout import CacheGroup
 from engine.connector import KVMemory
 from engine.kv_cache.sizing import HostProbe
 from engine.kv_tiers.disk import DiskTier
@@ -25,7 +26,7 @@ from engine.kv_tiers.orders import (
     TierOrder,
     TierReport,
 )
-from engine.kv_tiers.storage import ALONE, RankPlace, TierStorage
+from engine.kv_tiers.storage import ALONE, GroupPlace, RankPlace, TierStorage
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -35,25 +36,40 @@ def open_tiers(
     settings: EngineSettings,
     memory: KVMemory,
     model: str,
+    groups: Sequence[CacheGroup],
     place: RankPlace = ALONE,
     on_failure: Callable[[str], None] = logger.warning,
 ) -> list[TierStorage]:
     """Return the storages of one rank that the settings ask for, fastest first.
 
-    model: the fingerprint of the weights. on_failure: see ``DiskTier``. Raises SettingError for a size that cannot be, and
-    a folder that cannot be used.
+    model: the fingerprint of the weights. groups: of layers, each with a region of ``memory``. on_failure: see ``DiskTier``.
+    Raises SettingError for a size that cannot be, and a folder that cannot be used.
     """
     tiers: list[TierStorage] = []
+    places = _places(memory.regions, groups)
     with contextlib.ExitStack() as undo:
         if settings.host_kv_bytes:
             free_bytes = HostProbe().read().free_bytes
-            tiers.append(HostTier(memory, settings.host_kv_bytes, free_bytes, place.num_ranks))
-            undo.callback(tiers[-1].close)
+            for region, group in places:
+                tiers.append(HostTier(region, settings.host_kv_bytes, free_bytes, place.num_ranks, group))
+                undo.callback(tiers[-1].close)
         if settings.disk_kv_dir is not None:
             num_bytes = settings.disk_kv_bytes
-            tiers.append(DiskTier(memory, settings.disk_kv_dir, num_bytes, model, place, on_failure))
+            for region, group in places:
+                tiers.append(
+                    DiskTier(region, settings.disk_kv_dir, num_bytes, model, place, on_failure, group)
+                )
+                undo.callback(tiers[-1].close)
         undo.pop_all()
     return tiers
+
+
+def _places(regions: Sequence[KVMemory], groups: Sequence[CacheGroup]) -> list[tuple[KVMemory, GroupPlace]]:
+    """Return the region of each group with its share of a tier, which is that of the pool."""
+    sizes = [region.num_blocks * region.layout.block_bytes for region in regions]
+    names = ["", *(group.name for group in groups[1:])]
+    each = enumerate(zip(regions, names, sizes, strict=True))
+    return [(region, GroupPlace(number, name, size / sum(sizes))) for number, (region, name, size) in each]
 
 
 class RankTiers:
@@ -69,13 +85,21 @@ class RankTiers:
         self._reports = reports
         self._sending = threading.Lock()
         self._copies: dict[int, Future[int]] = {}
-        storages = open_storages(lambda reason: self._send(TierFailed(DiskTier.name, reason)))
+        storages = open_storages(lambda reason: self._send(TierFailed(DiskTier.kind, reason)))
         self._storages = {storage.name: storage for storage in storages}
 
     def opened(self) -> list[OpenedTier]:
         """Return a description of each tier, fastest first."""
         return [
-            OpenedTier(one.name, one.num_slots, one.slot_bytes, list(one.found), one.outlives_engine)
+            OpenedTier(
+                one.name,
+                one.num_slots,
+                one.slot_bytes,
+                list(one.found),
+                one.outlives_engine,
+                one.kind,
+                one.group,
+            )
             for one in self._storages.values()
         ]
 

@@ -31,7 +31,10 @@ _EMPTY = bytes(_ENTRY.size)
 
 
 class SlabHeader(msgspec.Struct, frozen=True):
-    """The content of a slab: KV of ``model`` (its fingerprint) in blocks of ``layout``, which one rank of several has."""
+    """The content of a slab: KV of ``model`` (its fingerprint) in blocks of ``layout``, which one rank of several has.
+
+    group: the name of a group of layers; none of the first one.
+    """
 
     model: str
     layout: KVLayout
@@ -39,6 +42,7 @@ class SlabHeader(msgspec.Struct, frozen=True):
     rank: Count = 0
     num_ranks: Positive = 1
     version: int = 1
+    group: str = ""
 
     @property
     def slot_bytes(self) -> int:

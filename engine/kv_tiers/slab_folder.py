@@ -140,9 +140,10 @@ class SlabFolder:
         found = slab.header
         why_not = None
         if found != msgspec.structs.replace(header, num_slots=found.num_slots):
+            of_group = f" ({found.group})" if found.group else ""
             why_not = (
-                f"it has KV of model {found.model} in {found.layout}, of rank {found.rank} of {found.num_ranks}"
-                f" (version {found.version})"
+                f"it has KV of model {found.model} in {found.layout}{of_group}, of rank {found.rank} of"
+                f" {found.num_ranks} (version {found.version})"
             )
         elif found.num_bytes > part - sum(one.header.num_bytes for one in slabs):
             of_rank = f" of rank {found.rank}" if found.num_ranks > 1 else ""

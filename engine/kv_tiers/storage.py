@@ -40,7 +40,15 @@ class TierStorage(Protocol):
 
     @property
     def name(self) -> str:
-        """The tier's name in metrics."""
+        """Another one for each storage of an engine."""
+
+    @property
+    def kind(self) -> str:
+        """The tier's name in metrics: the storages of all groups of layers are one tier."""
+
+    @property
+    def group(self) -> int:
+        """The number of the group of layers whose blocks it keeps."""
 
     @property
     def num_slots(self) -> int:
@@ -100,12 +108,31 @@ def settle_thread(thread: ThreadPoolExecutor, timeout_seconds: float | None) -> 
     return not wait([thread.submit(int)], timeout_seconds).not_done
 
 
-def digest_of(content: memoryview, block_hash: BlockHash) -> int:
-    """Return the digest of a block: ``xxh3_64``, seeded by the hash of its content as for transfers.
+class GroupPlace(NamedTuple):
+    """A group of layers among those of an engine. share: of the bytes of a tier; name: none of the first group."""
+
+    number: int = 0
+    name: str = ""
+    share: float = 1.0
+
+
+WHOLE = GroupPlace()
+
+
+def storage_name(kind: str, group: int) -> str:
+    """Return the name of the storage of a group in a tier."""
+    return f"{kind}/{group}" if group else kind
+
+
+def digest_of(content: memoryview, block_hash: BlockHash, group: str = "") -> int:
+    """Return the digest of a block: ``xxh3_64``, seeded by the hash of its content and its group's name as for transfers.
 
     So the right bytes of another block are damage too.
     """
-    return xxhash.xxh3_64_intdigest(content, int.from_bytes(block_hash[:8], "little"))
+    seed = int.from_bytes(block_hash[:8], "little")
+    return xxhash.xxh3_64_intdigest(
+        content, xxhash.xxh3_64_intdigest(group.encode(), seed) if group else seed
+    )
 
 
 def read_blocks(memory: KVMemory, copies: Sequence[BlockCopy]) -> Iterator[tuple[BlockCopy, memoryview]]:

@@ -165,7 +165,9 @@ class TierGroup:
     def _on_report(self, rank: int, report: TierReport) -> None:
         match report:
             case TierFailed(tier, reason):
-                self.tiers[tier].turn_off(f"rank {rank} of {self.num_ranks}: {reason}")
+                for each in self.tiers.values():  # of all groups of layers
+                    if each.kind == tier:
+                        each.turn_off(f"rank {rank} of {self.num_ranks}: {reason}")
             case CopyEnd(number):
                 with self._lock:
                     copy = self._copies.get(number)
@@ -195,6 +197,8 @@ class GroupTier:
     def __init__(self, group: TierGroup, parts: Sequence[OpenedTier]) -> None:
         first, *others = parts
         self.name = first.name
+        self.kind = first.kind
+        self.group = first.group
         self.num_slots = min(part.num_slots for part in parts)
         self.slot_bytes = sum(part.slot_bytes for part in parts)
         self.outlives_engine = first.outlives_engine

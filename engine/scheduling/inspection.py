@@ -83,11 +83,11 @@ def check_integrity(scheduler: SchedulerState) -> None:
     queues = scheduler.queues
     live = scheduler.live
     leases = set(map(lease_holder, scheduler.remote_kv.sender.leases))
-    scheduler.pools.check_integrity(leases)
-    live.index.check_integrity()
-    assert sorted(live.index.keys) == sorted(scheduler.requests)
     tiers = scheduler.remote_kv.tiers
     copies = tiers.holders if tiers is not None else []
+    scheduler.pools.check_integrity({*leases, *copies})
+    live.index.check_integrity()
+    assert sorted(live.index.keys) == sorted(scheduler.requests)
     assert set(scheduler.pools.holders()) <= {*scheduler.requests, *leases, *copies}
     all_queues = (queues.running, queues.waiting, queues.arrived)
     queued = [request.key for queue in all_queues for request in queue]

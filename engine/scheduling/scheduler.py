@@ -31,11 +31,14 @@ names none. ``SchedulerState`` has the parts, and answers what the engine asks o
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from contract.cache_layout import CacheGroup
 from contract.errors import ErrorKind, KvbatonError
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling import inspection
+from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.lent_blocks import num_free_blocks, num_promised_blocks
 from engine.scheduling.requests.finish import Finish, RequestStatus
 from engine.scheduling.requests.step_plan import StepPlan
 from engine.scheduling.requests.stopping import add_bitmask
@@ -155,17 +158,17 @@ class Scheduler(SchedulerState):
 
     def _advance(self, tiers: KVTiers) -> None:
         """Let the tiers copy, behind a step and before the next one is planned: blocks that are copied are held by then."""
-        num_free = self.pool.num_free_blocks
+        num_free = num_free_blocks(self.pools)
         is_idle = not self.queues.running.requests
         tiers.advance(self._num_spare_blocks, self.batcher.preemption.next_tables, is_idle=is_idle)
         is_awaited = self.queues.waiting.requests or self.remote_kv.receiver.unserved
-        if is_awaited and self.pool.num_free_blocks > num_free:
+        if is_awaited and num_free_blocks(self.pools) > num_free:
             self.live.has_changes = True
 
-    def _num_spare_blocks(self) -> int:
-        """Return how many free blocks no running request lacks, now or for its next token."""
-        num_awaited = self.queues.num_promised_blocks(self.pool) + len(self.queues.running.requests)
-        return self.pool.num_free_blocks - num_awaited
+    def _num_spare_blocks(self, group: CacheGroup, pool: BlockPool) -> int:
+        """Return how many free blocks of a group no running request lacks, now or for its next token."""
+        numbers = self.queues.promised_blocks(self.pool)
+        return pool.num_available_blocks - num_promised_blocks(self.pools, group, numbers) - len(numbers)
 
     # Requests enter and finish.
 

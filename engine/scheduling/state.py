@@ -62,7 +62,7 @@ class SchedulerState(SchedulerInterface):
 
     @property
     def pool(self) -> BlockPool:
-        """The pool of the first group, the only one of an engine with KV tiers."""
+        """The pool of the first group."""
         return self.pools.first
 
     @property
@@ -158,14 +158,12 @@ class SchedulerState(SchedulerInterface):
         )
 
     def swapped_requests(self) -> list[Request]:
-        """Return the preempted requests whose first block is in a tier."""
+        """Return the preempted requests of which a tier has blocks."""
         tiers = self.remote_kv.tiers
         if tiers is None:
             return []
         return [
             request
             for request in self.queues.waiting.requests
-            if request.status is RequestStatus.PREEMPTED
-            and request.block_hashes
-            and tiers.holds(request.block_hashes[0])
+            if request.status is RequestStatus.PREEMPTED and tiers.has_part_of(request.block_hashes)
         ]

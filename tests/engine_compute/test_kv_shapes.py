@@ -57,10 +57,10 @@ def test_each_layer_has_the_bytes_of_its_own_shape(tmp_path: Path, family: str) 
     assert answers == {name: reference_greedy(model, own, NUM_TOKENS) for name, own in PROMPTS.items()}
 
 
-async def test_kv_of_different_shapes_is_not_kept_in_tiers(tmp_path: Path) -> None:
+async def test_kv_of_different_shapes_needs_windows(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, make_tiny("gemma4_text"), 3)
-    settings = EngineSettings(model=tmp_path, kv_cache_bytes=1 << 20, host_kv_bytes=1 << 20)
-    with pytest.raises(SettingError, match="have KV of different shapes, which is not kept in KV tiers"):
+    settings = EngineSettings(model=tmp_path, kv_cache_bytes=1 << 20, keeps_all_tokens=True)
+    with pytest.raises(SettingError, match="have KV of different shapes: without windows they cannot share"):
         await InProcessClient.start(settings)
 
 

@@ -94,7 +94,7 @@ def test_layers_are_grouped_by_their_windows_if_memory_is_shared() -> None:
 
 def test_layers_with_equal_windows_and_other_shapes_are_refused() -> None:
     unequal = {"a": KVCacheSpec(4, 1, 8, "float32"), "b": KVCacheSpec(4, 2, 8, "float32")}
-    with pytest.raises(SettingError, match="different shapes, which is not kept in KV tiers"):
+    with pytest.raises(SettingError, match="different shapes: without windows"):
         make_config(unequal, 100_000)
     workload = Workload(max_model_len=100, max_num_batched_tokens=8, max_num_seqs=1)
     with pytest.raises(SettingError, match="this model is not served"):

@@ -97,8 +97,8 @@ def test_the_same_memory_holds_longer_texts(model: Path) -> None:
     assert sum(counts.values()) == sum(grouped.core.info.group_blocks)
 
 
-def test_with_a_tier_each_layer_keeps_all_tokens(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It has one kind of blocks; the log has the reason. A connector gets the blocks of both groups."""
+def test_a_connector_gets_the_blocks_of_both_groups(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless each layer keeps all tokens; the log has the reason."""
     caplog.set_level(logging.INFO, logger="engine.kv_cache.startup")
     settings = EngineSettings(model=model, **CRAMPED, kv_cache_bytes=1 << 20)
     sides = []
@@ -112,9 +112,9 @@ def test_with_a_tier_each_layer_keeps_all_tokens(model: Path, caplog: pytest.Log
     assert sides == [core.info.side]
     assert sides[0].group_names == ("layers 0: full", "layers 1: window of 6 tokens")
     core.close()
-    core = EngineCore(EngineSettings(model=model, **CRAMPED, kv_cache_bytes=1 << 20, host_kv_bytes=1 << 16))
+    core = EngineCore(EngineSettings(model=model, **CRAMPED, kv_cache_bytes=1 << 20, keeps_all_tokens=True))
     assert core.info.groups == ()
-    assert "all tokens: KV tiers store one kind of blocks" in caplog.text
+    assert "all tokens: keeps_all_tokens is set" in caplog.text
     core.close()
     caplog.clear()
     core = EngineCore(settings)

@@ -10,6 +10,7 @@ from hypothesis.stateful import precondition, rule
 
 from tests.engine_scheduling.stepping import fake_request
 from tests.engine_scheduling.test_state_machine import MachineOfWholePrompts, SchedulerMachine
+from tests.engine_scheduling.test_window_machine import MachineOfWindows
 from tests.soak_settings import machine_settings, soaked
 
 
@@ -57,8 +58,9 @@ class MachineWithTier(SchedulerMachine):
     @rule()
     def reset_prefix_cache(self) -> None:
         """A copy to the tier is no use of its blocks: it is waited for."""
-        states = self.engine.pool.count_by_state()
-        is_idle = set(self.engine.pool.holders()) <= {"tier:host", "tier:disk"} and not states["quarantined"]
+        pools = self.engine.scheduler.pools
+        is_copied = all(holder.startswith("tier:") for holder in pools.holders())
+        is_idle = is_copied and not pools.count_by_state()["quarantined"]
         assert self.engine.core.call("reset_prefix_cache", []) is is_idle
 
     @rule()
@@ -118,3 +120,23 @@ class MachineWithTwoTiers(MachineWithTier):
 TestWithTwoTiers = MachineWithTwoTiers.TestCase
 TestWithTwoTiers.settings = machine_settings(10, 50)
 TestWithTwoTiers.runTest = soaked(TestWithTwoTiers.runTest)  # type: ignore[method-assign]
+
+
+class MachineWithTiersOfWindows(MachineWithTwoTiers, MachineOfWindows):
+    """Two groups of layers, of each of which two tiers keep blocks; the group with a window runs short first."""
+
+
+TestWithTiersOfWindows = MachineWithTiersOfWindows.TestCase
+TestWithTiersOfWindows.settings = machine_settings(20, 50)
+TestWithTiersOfWindows.runTest = soaked(TestWithTiersOfWindows.runTest)  # type: ignore[method-assign]
+
+
+class MachineWithTierOfOneWindow(MachineWithTier, MachineOfWindows):
+    """All layers have the same window, so that no tier has the beginning of a text."""
+
+    num_blocks: ClassVar[dict[int | None, int]] = {6: 12}
+
+
+TestWithTierOfOneWindow = MachineWithTierOfOneWindow.TestCase
+TestWithTierOfOneWindow.settings = machine_settings(10, 50)
+TestWithTierOfOneWindow.runTest = soaked(TestWithTierOfOneWindow.runTest)  # type: ignore[method-assign]

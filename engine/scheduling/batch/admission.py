@@ -17,7 +17,7 @@ from itertools import chain
 
 from engine.scheduling.batch.fair_steps import FairStep
 from engine.scheduling.batch.policy import Stage
-from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 from engine.scheduling.blocks.cache_pools import Blocks, CachePools
 from engine.scheduling.blocks.lent_blocks import allocate_to_lend, grow_lent
 from engine.scheduling.requests.finish import RequestStatus
@@ -73,7 +73,7 @@ class Admission:
         While ``unserved``, outside the queues, lacks blocks, only the first waiting request may pass it.
         """
         queues = self._queues
-        promised = partial(queues.num_promised_blocks, self._pools.first)
+        promised = partial(queues.promised_blocks, self._pools.first)
         has_blocks = stage is not Stage.DECODE
         while plan.budget > 0 and self.has_room:
             arrived = step.next_of(queues.arrived, stage)
@@ -195,10 +195,10 @@ class Preemption:
                 return None
         return self._pools.allocate(request.key, num_new)
 
-    def next_tables(self) -> Iterator[list[int]]:
-        """Yield the blocks of each request that may be preempted, the next one first."""
+    def next_tables(self, pool: BlockPool) -> Iterator[list[int]]:
+        """Yield the blocks in a pool of each request that may be preempted, the next one first."""
         for victim in self._victims():
-            yield self._pools.first.table_of(victim.key)
+            yield pool.table_of(victim.key)
 
     def _victims(self) -> list[Request]:
         """Return the requests that may be preempted: the last in precedence first, so that the first of all advances."""

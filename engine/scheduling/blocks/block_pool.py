@@ -169,7 +169,7 @@ class BlockPool:
         return block_ids
 
     def has_content(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Return whether this content can be found, and is found in this block."""
+        """Return whether this content can be found, is found in this block, and is of use there."""
         return self._index.content_of(block_id) == block_hash
 
     def is_free(self, block_id: int) -> bool:

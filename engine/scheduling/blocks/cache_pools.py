@@ -7,6 +7,7 @@ group has what the next token sees of it.
 Recurrent layers have a slot of each request in place of blocks. It is the last list of ``Blocks``, and has no places.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from contract.block_hash import BlockHash
@@ -188,10 +189,9 @@ class CachePools:
         shared = [pool.table_of(holder)[:num_full] for pool in self.pools]
         return (*shared, *self.empty()[len(shared) :])
 
-    def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> list[int]:
-        """Let the holder's blocks from its ``start``-th on be found by content; return those of the first group."""
-        entered = [pool.enter(holder, start, hashes) for pool in self.pools]
-        return entered[0]
+    def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> Blocks:
+        """Let the holder's blocks from its ``start``-th on be found by content; return them."""
+        return tuple([pool.enter(holder, start, hashes) for pool in self.pools])
 
     def forget_content(self, holder: str, hashes: Sequence[BlockHash] = ()) -> None:
         """Let the content of the holder's blocks, which is corrupt, not be found any more. hashes: of these."""
@@ -224,13 +224,16 @@ class CachePools:
 
     def holders(self) -> dict[str, int]:
         """Return how many blocks each holder holds, of all groups together."""
-        counts = [pool.holders() for pool in self.pools]
-        return {holder: sum(count[holder] for count in counts) for holder in counts[0]}
+        counts: Counter[str] = Counter()
+        for pool in self.pools:  # a copy to a KV tier has blocks of one
+            counts.update(pool.holders())
+        return dict(counts)
 
     def check_integrity(self, lent: Collection[str] = ()) -> None:
         """Check each pool, that a holder has tables of equal length, and a slot. Raises AssertionError.
 
-        lent: holders of blocks of prompts that are lent; one of them may have ended between two of its chunks.
+        lent: other holders than requests: of blocks of prompts that are lent, one of which may have ended between two of
+        its chunks, and of copies to KV tiers.
         """
         for pool in self.pools:
             pool.check_integrity()
@@ -243,6 +246,6 @@ class CachePools:
             assert len(lengths) == 1, f"{holder}: unequal tables"
         if self.states is not None:
             self.states.check_integrity()
-            assert self.states.holders() == holders, (
+            assert self.states.holders() == holders.difference(lent), (
                 "a request has blocks without a slot, or a slot without blocks"
             )

@@ -6,6 +6,7 @@ a window it has a promise of as many as it will hold at once (``WindowPool``), a
 
 from collections.abc import Sequence
 
+from contract.cache_layout import CacheGroup
 from engine.scheduling.blocks.block_pool import NULL_BLOCK, blocks_needed
 from engine.scheduling.blocks.cache_pools import Blocks, CachePools
 from engine.scheduling.blocks.window_pool import WindowPool
@@ -57,13 +58,22 @@ def plan_received(pools: CachePools, num_tokens: int, cached: Blocks) -> tuple[B
     return tuple(heads), [num_blocks - len(head) for head in heads]
 
 
+def num_free_blocks(pools: CachePools) -> int:
+    """Return how many blocks are free, of all groups together."""
+    return sum(pool.num_free_blocks for pool in pools.pools)
+
+
+def num_promised_blocks(pools: CachePools, group: CacheGroup, others: Sequence[int]) -> int:
+    """Return how many blocks of a group some requests need yet. others: see ``CachePools.can_hold``."""
+    return sum(group.max_blocks(number * pools.block_size, pools.max_chunk) for number in others)
+
+
 def can_allocate_each(
     pools: CachePools, numbers: Sequence[int], heads: Blocks, others: Sequence[int]
 ) -> bool:
     """Return whether each group has so many new blocks behind ``heads``. others: see ``CachePools.can_hold``."""
     for group, pool, num_new, own in zip(pools.groups, pools.pools, numbers, heads, strict=True):
-        each = (group.max_blocks(number * pools.block_size, pools.max_chunk) for number in others)
-        if not pool.can_allocate(num_new + sum(each), own):
+        if not pool.can_allocate(num_new + num_promised_blocks(pools, group, others), own):
             return False
     return True
 

@@ -1,8 +1,10 @@
 """The pool of a group of layers with a window, in which blocks are promised to requests that are never preempted."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 
-from engine.scheduling.blocks.block_pool import BlockPool
+from contract.block_hash import BlockHash
+from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool
 
 
 class WindowPool(BlockPool):
@@ -20,6 +22,8 @@ class WindowPool(BlockPool):
         self._num_references = 0
         self._num_promised = 0
         self._num_quarantined = 0
+        self._passed: set[int] = set()
+        self._newest_passed: dict[str, int] = {}
 
     @property
     def num_available_blocks(self) -> int:
@@ -42,12 +46,21 @@ class WindowPool(BlockPool):
         if holder in self._promises:
             self._promises[holder] -= num_taken
             self._num_promised -= num_taken
-        return super().allocate(holder, num_new, cached)
+        appended = super().allocate(holder, num_new, cached)
+        self._passed.difference_update(appended)
+        return appended
 
     def free_behind(self, holder: str, num_passed: int) -> None:
         """See BlockPool. A holder with a promise may take as many others."""
         before = self._num_references
+        table = self._tables[holder]
+        passed = list(takewhile(bool, reversed(table[:num_passed])))
         super().free_behind(holder, num_passed)
+        if passed:
+            # Behind its full blocks, where a text is continued from the cache, the newest of these is seen yet.
+            newest = self._newest_passed.get(holder, NULL_BLOCK)
+            self._newest_passed[holder] = passed[0]
+            self._passed.update(filter(self._free.__contains__, [newest, *passed[1:]]))
         if holder in self._promises:
             self._promises[holder] += before - self._num_references
             self._num_promised += before - self._num_references
@@ -55,11 +68,13 @@ class WindowPool(BlockPool):
     def hand_over(self, holder: str, new_holder: str) -> None:
         """See BlockPool: the new holder takes no more."""
         self._end_promise(holder)
+        self._newest_passed.pop(holder, None)
         super().hand_over(holder, new_holder)
 
     def free(self, holder: str, next_blocks: Sequence[int] = ()) -> None:
         """See BlockPool."""
         self._end_promise(holder)
+        self._newest_passed.pop(holder, None)
         super().free(holder, next_blocks)
 
     def quarantine(self, holder: str, num_shared: int = 0) -> None:
@@ -81,7 +96,12 @@ class WindowPool(BlockPool):
         assert self._num_promised == sum(self._promises.values())
         assert all(number >= 0 for number in self._promises.values())
         assert self._num_quarantined == sum(map(len, self._quarantined.values()))
+        assert all(map(self.is_free, self._passed))
         assert 0 <= self.num_available_blocks <= self.num_free_blocks - self._num_promised
+
+    def has_content(self, block_id: int, block_hash: BlockHash) -> bool:
+        """See BlockPool: of no use is a free block that is not seen where a holder's text would be continued."""
+        return block_id not in self._passed and super().has_content(block_id, block_hash)
 
     def has_promise(self, holder: str) -> bool:
         """Return whether something was promised to the holder."""

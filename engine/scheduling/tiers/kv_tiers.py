@@ -1,18 +1,33 @@
-"""All tiers of an engine: which of them has a content, and the calls that reach each of them."""
+"""All tiers of an engine: which of them has a content of a group of layers, and the calls that reach each of them."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from contract.block_hash import BlockHash
+from contract.cache_layout import CacheGroup
+from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.cache_pools import Blocks, CachePools
 from engine.scheduling.tiers.tier import Tier
-from engine.scheduling.tiers.write_behind import Tables, WriteBehind
+from engine.scheduling.tiers.write_behind import WriteBehind
+
+NumSpare = Callable[[CacheGroup, BlockPool], int]
+"""Returns how many free blocks of a group may be held."""
+NextTables = Callable[[BlockPool], Iterable[Sequence[int]]]
+"""Returns the blocks in this pool of each request that may be preempted, the next one first."""
 
 
 class KVTiers:
-    """All tiers of an engine, fastest first: one at least."""
+    """The tiers of each group of layers: content of a group is stored and found beside its pool.
 
-    def __init__(self, writers: Sequence[WriteBehind]) -> None:
-        self._writers = list(writers)
-        self.tiers = [writer.tier for writer in writers]
+    groups: of each group its tiers, fastest first; one at least.
+    """
+
+    def __init__(self, pools: CachePools, groups: Sequence[Sequence[WriteBehind]]) -> None:
+        self._pools = pools
+        self._groups = [list(writers) for writers in groups]
+        self._writers = [writer for writers in self._groups for writer in writers]
+        self.tiers = [writer.tier for writer in self._writers]
 
     @property
     def holders(self) -> list[str]:
@@ -24,39 +39,52 @@ class KVTiers:
         """True while a step would end a batch that is stored, or take orders to the ranks."""
         return any(writer.has_stored or writer.tier.storage.has_orders for writer in self._writers)
 
-    def holds(self, block_hash: BlockHash) -> bool:
-        """Return whether a tier has this content."""
-        return any(block_hash in tier.slots for tier in self.tiers if not tier.storage.is_off)
+    def has_part_of(self, hashes: Sequence[BlockHash]) -> bool:
+        """Return whether a tier has the first of these blocks; of layers with windows, any."""
+        first = hashes if self._pools.groups[0].window is not None else hashes[:1]
+        tiers = [writer.tier for writer in self._groups[0] if not writer.tier.storage.is_off]
+        return any(block_hash in tier.slots for block_hash in first for tier in tiers)
 
     def find(self, hashes: Iterable[BlockHash]) -> list[tuple[Tier, BlockHash]]:
-        """Return the longest prefix of ``hashes`` that is stored, each with the fastest tier that has it."""
-        ready = [tier for tier in self.tiers if tier.is_ready]
+        """Return the longest prefix of ``hashes`` that tiers have of the first group, each with the fastest one."""
         found: list[tuple[Tier, BlockHash]] = []
-        for block_hash in hashes:
-            tier = next((one for one in ready if block_hash in one.slots), None)
+        for block_hash, tier in zip(hashes, self.find_each(0, hashes), strict=False):
             if tier is None:
                 break
             found.append((tier, block_hash))
         return found
 
-    def offer(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """See WriteBehind; each tier stores the blocks by itself."""
-        for writer in self._writers:
-            writer.offer(block_ids, hashes)
+    def find_each(self, group: int, hashes: Iterable[BlockHash]) -> Iterable[Tier | None]:
+        """Yield the fastest tier that has the content of this group, for each hash."""
+        ready = [writer.tier for writer in self._groups[group] if writer.tier.is_ready]
+        for block_hash in hashes:
+            yield next((tier for tier in ready if block_hash in tier.slots), None)
 
-    def advance(self, num_spare: Callable[[], int], next_tables: Tables, *, is_idle: bool) -> None:
+    def offer(self, blocks: Blocks, hashes: Sequence[BlockHash]) -> None:
+        """Store these blocks of each group; see WriteBehind. Each tier does it by itself."""
+        for own, writers in zip(blocks, self._groups, strict=False):
+            for writer in writers:
+                writer.offer(own, hashes)
+
+    def advance(self, num_spare: NumSpare, next_tables: NextTables, *, is_idle: bool) -> None:
         """See WriteBehind; to be called behind each step."""
-        for writer in self._writers:
-            writer.advance(num_spare, next_tables, is_idle=is_idle)
+        for group, pool, writers in zip(self._pools.groups, self._pools.pools, self._groups, strict=True):
+            for writer in writers:
+                spare = partial(num_spare, group, pool)
+                writer.advance(spare, partial(next_tables, pool), is_idle=is_idle)
 
     def store_now(self, hashes: Sequence[BlockHash]) -> None:
         """Store the blocks that have this content in one tier, and wait for it: their request is about to lose them.
 
         No block is held for a copy afterwards, unless a tier hangs.
         """
-        is_kept = False
-        for writer in self._writers:
-            is_kept = writer.store_now(hashes, is_kept=is_kept)
+        for group, pool, writers in zip(self._pools.groups, self._pools.pools, self._groups, strict=True):
+            # Only what a window reaches behind the full blocks; some of it may be free already.
+            seen = hashes[group.num_passed_blocks(len(hashes) * pool.block_size) :]
+            found = [*zip(pool.find_cached(seen), seen, strict=False)]
+            is_kept = False
+            for writer in writers:
+                is_kept = writer.store_now(found, is_kept=is_kept)
 
     def forget(self, hashes: Collection[BlockHash]) -> None:
         """Drop these contents, which are corrupt."""
@@ -84,10 +112,10 @@ class KVTiers:
 
     def counters(self) -> dict[str, float]:
         """Return the counters and gauges of each tier, with the names of ``serving.metric_names.WORKER_METRICS``."""
-        counted: dict[str, float] = {}
+        counted: Counter[str] = Counter()
         for tier in self.tiers:
-            counted |= tier.counters()
-        return counted
+            counted.update(tier.counters())
+        return dict(counted)
 
     def check_integrity(self) -> None:
         """Assert that each tier's records match the pool's."""

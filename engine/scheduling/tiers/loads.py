@@ -3,6 +3,9 @@
 A queued request whose next blocks are in a tier reserves the blocks of all its known tokens in one step (law 4), as one does
 that receives KV of another worker, and waits in the same status. It runs when the copies are over, with what was intact; the
 rest is computed. So a load never fails a request.
+
+Of a group of layers with a window only the blocks that the next token sees are loaded. They are of no use behind a damaged
+block: the request is queued again then, and finds what has arrived in the pools.
 """
 
 from collections import deque
@@ -10,10 +13,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, groupby
+from itertools import count, groupby, takewhile
+from typing import NamedTuple
 
+from contract.block_hash import BlockHash
 from engine.kv_tiers.storage import BlockCopy
-from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import NULL_BLOCK, blocks_needed
+from engine.scheduling.blocks.cache_pools import Blocks, CachePools, prefix_match
+from engine.scheduling.blocks.lent_blocks import (
+    allocate_each,
+    can_allocate_each,
+    hand_over,
+    release_quarantine,
+)
 from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.request import Request
 from engine.scheduling.tiers.kv_tiers import KVTiers
@@ -23,8 +35,10 @@ from engine.scheduling.waits.waits import Ready
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of a load that comes from one tier."""
+    """The part of a load that comes from one tier, for one group of layers. first: the place of its first block."""
 
+    group: int
+    first: int
     tier: Tier
     copies: Sequence[BlockCopy]
     future: Future[int]
@@ -43,11 +57,13 @@ class _Part:
 class _Load:
     """The blocks that a request waits for, or has waited for (is_abandoned).
 
-    num_cached: blocks before them, which the pool had. holder: of the blocks in quarantine. ends: numbers the ends of parts.
+    num_blocks: of the prefix that it has when all is loaded. num_cached: of each group, places before those that are loaded.
+    holder: of the blocks in quarantine. ends: numbers the ends of parts.
     """
 
     request: Request
-    num_cached: int
+    num_blocks: int
+    num_cached: Sequence[int]
     holder: str
     parts: list[_Part] = field(default_factory=list)
     is_abandoned: bool = False
@@ -59,13 +75,32 @@ class _Load:
         return all(part.future.done() for part in self.parts)
 
     def num_intact(self) -> int:
-        """Return how many blocks have arrived, from the first on."""
-        total = 0
+        """Return how many blocks the prefix has that is there: all, or those before the first damaged one of one group."""
+        if self.is_whole:
+            return self.num_blocks
+        total = self.num_cached[0]
         for part in self.parts:
             total += part.num_intact
             if part.num_intact < len(part.copies):
                 break
         return total
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all blocks have arrived."""
+        return all(part.num_intact == len(part.copies) for part in self.parts)
+
+
+class _Plan(NamedTuple):
+    """The blocks that a load brings.
+
+    num_blocks: of the prefix that the request has then. heads: of each group, the blocks in place of which nothing is
+    loaded: those that the pool has, and null blocks where windows have passed. sources: the tiers of the blocks behind them.
+    """
+
+    num_blocks: int
+    heads: Blocks
+    sources: Sequence[Sequence[Tier]]
 
 
 class TierLoads:
@@ -78,11 +113,11 @@ class TierLoads:
     status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def __init__(
-        self, tiers: KVTiers, pool: BlockPool, timeout_seconds: float, wake: Callable[[], None]
+        self, tiers: KVTiers, pools: CachePools, timeout_seconds: float, wake: Callable[[], None]
     ) -> None:
         self.timeout_seconds = timeout_seconds
         self.tiers = tiers
-        self._pool = pool
+        self._pools = pools
         self._wake = wake
         self._loads: dict[str, _Load] = {}
         self.waiting: Collection[str] = self._loads.keys()
@@ -102,35 +137,67 @@ class TierLoads:
     def start(self, request: Request) -> None:
         """Do nothing; see ``needs_wait``."""
 
-    def begin(self, request: Request, num_promised: Callable[[], int]) -> bool:
+    def begin(self, request: Request, promised: Callable[[], Sequence[int]]) -> bool:
         """Reserve blocks for a queued request, and copy to them what a tier has of it; see ``Waits.enter``.
 
-        num_promised: returns how many free blocks are promised to others. Returns False, and reserves nothing, if no tier
-        has its next block, or too few blocks are free.
+        promised: returns how many blocks each of some requests lacks. Returns False, and reserves nothing, if no tier has
+        its next block, or too few blocks are free.
         """
-        pool = self._pool
+        pools = self._pools
         hashes = request.reusable_hashes
-        cached = pool.find_cached(hashes)
-        num_cached = len(cached)
-        found = self.tiers.find(hashes[num_cached:])
-        num_new = blocks_needed(request.num_tokens, pool.block_size) - num_cached
-        if not pool.can_allocate(num_new + (num_promised() if found else 0), cached):
+        cached = pools.find_cached(hashes)
+        plan = self._plan(hashes, cached)
+        num_all = blocks_needed(request.num_tokens, pools.block_size)
+        heads = plan.heads if plan else cached
+        numbers = [num_all - len(head) for head in heads]
+        if not can_allocate_each(pools, numbers, heads, promised() if plan else ()):
             return False
-        self.tiers.offer(cached, hashes[:num_cached])  # what is used in the pool stays in the tiers
-        if not found:
+        self.tiers.offer(cached, hashes[: len(cached[0])])  # what is used in the pool stays in the tiers
+        if plan is None:
             return False
-        blocks = pool.allocate(request.key, num_new, cached)
-        load = self._loads[request.key] = _Load(request, num_cached, f"load:{next(self._numbers)}")
-        next_block = iter(blocks[num_cached:])
-        for tier, run in groupby(found, key=lambda one: one[0]):
-            copies = [
-                BlockCopy(next(next_block), tier.slots.prepare_load(block_hash), block_hash)
-                for _, block_hash in run
-            ]
-            load.parts.append(_Part(tier, copies, tier.storage.load(copies)))
+        tables = allocate_each(pools, request.key, numbers, heads)
+        holder = f"load:{next(self._numbers)}"
+        load = self._loads[request.key] = _Load(request, plan.num_blocks, list(map(len, heads)), holder)
+        for group, (table, head, tiers) in enumerate(zip(tables, heads, plan.sources, strict=True)):
+            first = len(head)
+            for tier, run in groupby(tiers):
+                end = first + len(list(run))
+                copies = [
+                    BlockCopy(table[place], tier.slots.prepare_load(hashes[place]), hashes[place])
+                    for place in range(first, end)
+                ]
+                load.parts.append(_Part(group, first, tier, copies, tier.storage.load(copies)))
+                first = end
         for part in load.parts:  # when all are known: one may be over at once
             part.future.add_done_callback(lambda _: self._on_copied(load))
         return True
+
+    def _plan(self, hashes: Sequence[BlockHash], cached: Blocks) -> _Plan | None:
+        """Return what tiers have behind the blocks of a prefix that the pools have; None if that is nothing."""
+        pools = self._pools
+        if not pools.has_windows:
+            found = [tier for tier, _ in self.tiers.find(hashes[len(cached[0]) :])]
+            return _Plan(len(cached[0]) + len(found), cached, [found]) if found else None
+        in_pools = [pool.find_each_cached(hashes) for pool in pools.pools]
+        in_tiers = [list(self.tiers.find_each(group, hashes)) for group in range(len(pools.pools))]
+        found_places = [
+            [block or tier is not None for block, tier in zip(*own, strict=True)]
+            for own in zip(in_pools, in_tiers, strict=True)
+        ]
+        num_blocks = prefix_match(pools.groups, found_places)
+        if num_blocks <= len(cached[0]):
+            return None
+        heads: list[list[int]] = []
+        sources: list[list[Tier]] = []
+        for group, blocks, tiers in zip(pools.groups, in_pools, in_tiers, strict=True):
+            num_passed = group.num_passed_blocks(num_blocks * pools.block_size)
+            head = [NULL_BLOCK] * num_passed + list(takewhile(bool, blocks[num_passed:num_blocks]))
+            behind = [tier for tier in tiers[len(head) : num_blocks] if tier is not None]
+            if len(behind) < num_blocks - len(head):
+                return None  # the pool has some of what is seen, a tier what is before them, and neither all
+            heads.append(head)
+            sources.append(behind)
+        return _Plan(num_blocks, tuple(heads), sources)
 
     def pop_ready(self) -> list[Ready]:
         """Return the requests whose blocks are there, as far as they were intact, and those that have waited too long."""
@@ -144,8 +211,8 @@ class TierLoads:
             if not load.is_abandoned:
                 self._receive(load)
                 ready.append(Ready(load.request))
-            elif self._pool.is_quarantined(load.holder):
-                self._pool.release_quarantine(load.holder)
+            else:
+                release_quarantine(self._pools, load.holder)
         return ready
 
     def give_up(self, request: Request) -> bool:
@@ -178,13 +245,21 @@ class TierLoads:
         """Let the blocks be found that have arrived, all of which were verified (law 1)."""
         request = load.request
         del self._loads[request.key]
-        hashes = request.block_hashes
-        num_indexed = load.num_cached + load.num_intact()
-        arrived = hashes[load.num_cached : num_indexed]
+        pools = self._pools
+        for part in load.parts:
+            own = request.block_hashes[part.first : part.first + part.num_intact]
+            pools.pools[part.group].enter(request.key, part.first, own)
+            if part.num_intact < len(part.copies) and not pools.has_windows:
+                break  # what is behind will be computed, into these blocks
+        if pools.has_windows and not load.is_whole:
+            pools.free(request.key)  # its windows begin behind what must be computed
+            return
+        request.num_indexed_blocks = load.num_intact()
+        request.num_computed_tokens = request.num_indexed_blocks * pools.block_size
         # What came from a slow tier is stored in the faster ones: it will be used again.
-        self.tiers.offer(self._pool.enter(request.key, load.num_cached, arrived), arrived)
-        request.num_indexed_blocks = num_indexed
-        request.num_computed_tokens = num_indexed * self._pool.block_size
+        first = min(load.num_cached)
+        hashes = request.block_hashes[first : request.num_indexed_blocks]
+        self.tiers.offer(pools.enter(request.key, first, hashes), hashes)
         if not request.is_known_to_runner:  # what the caches held of it is reported to its client once
             request.num_cached_tokens = request.num_computed_tokens
 
@@ -195,7 +270,8 @@ class TierLoads:
             part.tier.num_stuck += 1
             part.future.cancel()  # one that has begun goes on
         if load.is_over:
-            self._pool.free(key)
-        else:
-            self._pool.hand_over(key, load.holder)
-            self._pool.quarantine(load.holder, load.num_cached)
+            self._pools.free(key)
+            return
+        hand_over(self._pools, key, load.holder)
+        for pool, num_cached in zip(self._pools.pools, load.num_cached, strict=True):
+            pool.quarantine(load.holder, num_cached)

@@ -62,9 +62,9 @@ class Tier:
             self.drop([copies[num_intact].block_hash])
             self.counts.failed += 1
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, int]:
         """Return counters and gauges, with the names of ``serving.metric_names.WORKER_METRICS``."""
-        label = f"{{tier={self.storage.name}}}"
+        label = f"{{tier={self.storage.kind}}}"
         return {
             f"kv_tier_stored_blocks_total{label}": self.counts.stored,
             f"kv_tier_loaded_blocks_total{label}": self.counts.loaded,

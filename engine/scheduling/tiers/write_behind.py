@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from contract.block_hash import BlockHash
 from engine.kv_tiers.storage import BlockCopy
-from engine.scheduling.blocks.block_pool import BlockPool
+from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool
 from engine.scheduling.tiers.tier import Tier
 
 Tables = Callable[[], Iterable[Sequence[int]]]
@@ -76,11 +76,16 @@ class WriteBehind:
         return self._batch is not None and self._batch.future.done()
 
     def offer(self, block_ids: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Store these blocks, which are full, before they are lost; those that are stored already count as used."""
+        """Store these blocks, which are full, before they are lost; those that are stored already count as used.
+
+        The null block has no content.
+        """
         slots = self.tier.slots
         if self.tier.storage.is_off:
             return
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if block_id == NULL_BLOCK:
+                continue
             if block_hash in slots:
                 slots.touch(block_hash)
             elif not slots.is_expected(block_hash):
@@ -96,20 +101,20 @@ class WriteBehind:
         if (self._batch is None or self._finish()) and self._unstored:
             self._begin_next(num_spare, next_tables)
 
-    def store_now(self, hashes: Sequence[BlockHash], *, is_kept: bool) -> bool:
-        """Store the blocks that have this content, and wait for it: their request is about to lose them.
+    def store_now(self, found: Sequence[tuple[int, BlockHash]], *, is_kept: bool) -> bool:
+        """Store these blocks with their content, and wait for it: their request is about to lose them.
 
         Nothing is held for a copy afterwards, unless the tier hangs. is_kept: a faster tier has the content, so that it is
         not stored here. Returns whether a tier has it.
         """
-        block_ids = self._pool.find_cached(hashes)
-        self.offer(block_ids, hashes[: len(block_ids)])
+        block_ids = [block_id for block_id, _ in found]
+        self.offer(block_ids, [block_hash for _, block_hash in found])
         missing = [] if is_kept else [block_id for block_id in block_ids if block_id in self._unstored]
         if self._batch is None and not missing:
             return True
         if self.tier.num_stuck or not self.settle(_MAX_SECONDS):
             return is_kept
-        is_whole = self._begin(missing, lambda: 0, len(missing))
+        is_whole = self._begin(missing, lambda: len(missing), len(missing))
         return self.settle(_MAX_SECONDS) and is_whole
 
     def forget(self, hashes: Collection[BlockHash]) -> None:
@@ -150,7 +155,7 @@ class WriteBehind:
         yield from filter(unstored.__contains__, blocks)
         for table in next_tables() if num_left > 0 else ():
             yield from filter(unstored.__contains__, reversed(table))
-            num_left -= len(table)
+            num_left -= len(table) - table.count(NULL_BLOCK)
             if num_left <= 0:
                 return
 
@@ -178,11 +183,11 @@ class WriteBehind:
             if self.tier.slots.is_expected(block_hash) or not self._pool.has_content(block_id, block_hash):
                 del self._unstored[block_id]
                 continue
-            is_free = self._pool.is_free(block_id)
-            if is_free and spare is None:
+            num_needed = self._pool.cost_of([block_id])
+            if num_needed and spare is None:
                 spare = num_spare()
             # A free block is held only if no running request needs it: a copy preempts none.
-            if is_free and num_free >= (spare or 0):
+            if num_needed and num_free >= (spare or 0):
                 is_whole = False
                 continue
             slot = self.tier.slots.prepare_store(block_hash) if len(copies) < max_batch else None
@@ -191,7 +196,7 @@ class WriteBehind:
                 break
             del self._unstored[block_id]
             copies.append(BlockCopy(block_id, slot, block_hash))
-            num_free += is_free
+            num_free += num_needed
         if copies:
             num_searched = self._pool.num_free_blocks if self._is_idle else self._num_guarded
             next_blocks = self._pool.next_blocks(num_searched) if num_free else ()

@@ -360,10 +360,11 @@ class FakeExecutor:
 
     def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
         """Open a tier of ``host_kv_bytes`` blocks, if that is not 0, and one of ``disk_kv_bytes``, if there is a folder."""
-        if settings.host_kv_bytes:
-            self.tiers.append(FakeTierStorage(self.memory, settings.host_kv_bytes))
-        if settings.disk_kv_dir is not None:
-            self.tiers.append(FakeTierStorage(self.memory, settings.disk_kv_bytes, "disk"))
+        for group, memory in enumerate((self.memory, *self.memory.others)):
+            if settings.host_kv_bytes:
+                self.tiers.append(FakeTierStorage(memory, settings.host_kv_bytes, group=group))
+            if settings.disk_kv_dir is not None:
+                self.tiers.append(FakeTierStorage(memory, settings.disk_kv_bytes, "disk", group))
         return [*self.tiers]
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from engine.kv_tiers.storage import BlockCopy
+from engine.kv_tiers.storage import BlockCopy, storage_name
 
 if TYPE_CHECKING:
     from tests.fakes.engine.memory import FakeMemory
@@ -22,9 +22,11 @@ class FakeTierStorage:
     has_orders = False
     found: Sequence[tuple[bytes, int]] = ()
 
-    def __init__(self, memory: "FakeMemory", num_slots: int, name: str = "host") -> None:
-        self.name = name
-        self.outlives_engine = name == "disk"
+    def __init__(self, memory: "FakeMemory", num_slots: int, kind: str = "host", group: int = 0) -> None:
+        self.name = storage_name(kind, group)
+        self.kind = kind
+        self.group = group
+        self.outlives_engine = kind == "disk"
         self.num_slots = num_slots
         self.is_off = False
         self.is_late = False
