@@ -93,4 +93,11 @@ NEEDS_PARAMETERS = JSON_TOOLS.replace(
     "{{ t | tojson }}", "{{ t.function.name + (t.function.parameters.properties | tojson) }}"
 )
 FLAT_TOOLS = JSON_TOOLS.replace("{{ t | tojson }}", "{{ t.name }}: {{ t.parameters | tojson }}")
+KEY_OF_SYSTEM = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}"
+    "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+)
+"""Like Phi-4-mini: tools are JSON text under a key of the system message, and the variable ``tools`` is not read."""
 ALL = {name: source for name, source in globals().items() if name.isupper() and name != "ALL"}

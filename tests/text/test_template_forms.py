@@ -49,6 +49,7 @@ REPORTS: list[tuple[str, dict[str, str]]] = [
     ("IGNORES", {"user": "refused", "tools": "refused"}),
     ("NEEDS_PARAMETERS", {"tools": "shown", "tools without parameters": "with an empty schema"}),
     ("FLAT_TOOLS", {"tools": "shown, the functions alone"}),
+    ("KEY_OF_SYSTEM", {"tools": "under a key of the system message", "calls": "as JSON in the text"}),
 ]
 
 
@@ -154,6 +155,20 @@ def test_a_lost_message_is_found_though_the_markup_holds_its_text(messages: list
     """F4: each text is found by marks around it, not by a search that finds it elsewhere."""
     with pytest.raises(InvalidRequestError, match="does not show"):
         TEMPLATES["LAST_TWO"].render(Chat(messages=parse_messages(messages)))
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_tools_are_under_the_key_that_the_template_reads(system: str) -> None:
+    """Phi-4-mini reads the functions alone, in JSON, between marks behind the text of the system message."""
+    function = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+    messages = [{"role": "system", "content": system}] if system else []
+    chat = Chat(
+        messages=parse_messages([*messages, {"role": "user", "content": "1 + 1?"}]),
+        tools=({"type": "function", "function": function},),
+    )
+    assert TEMPLATES["KEY_OF_SYSTEM"].render(chat) == (
+        f"<|system|>{system}<|tool|>[{json.dumps(function)}]<|/tool|><|end|><|user|>1 + 1?<|end|><|assistant|>"
+    )
 
 
 WELL_FORMED: list[list[dict[str, Any]]] = [

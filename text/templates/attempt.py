@@ -190,6 +190,9 @@ def _variables(
     if tools and form.tools == "system":
         lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
         messages = add_to_system(messages, "\n".join(["Available tools:", *lines]))
+    elif tools and form.tools == "key":
+        functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        messages = add_to_system(messages, tools=functions)
     return {
         **chat.template_kwargs,
         "messages": shape(messages, form),

@@ -47,7 +47,8 @@ class Form:
     result. call_ids: as sent, of nine characters, or with the function's name.
 
     merges: adjacent messages of one role are merged. reasoning: the key of earlier reasoning; None drops it. tools: as sent,
-    the function only, or as JSON in the system message. fills: keys that are added, empty, to functions without them.
+    the function only, as JSON under the key ``tools`` of the system message, or as JSON in its text. fills: keys that are
+    added, empty, to functions without them.
     """
 
     parts: frozenset[str] = frozenset()
@@ -67,7 +68,7 @@ class Form:
     call_ids: Literal["sent", "nine", "named"] = "sent"
     merges: bool = False
     reasoning: str | None = "reasoning_content"
-    tools: Literal["sent", "function", "system"] = "sent"
+    tools: Literal["sent", "function", "key", "system"] = "sent"
     fills: frozenset[str] = frozenset()
 
 
@@ -102,7 +103,7 @@ def shape_tools(tools: list[dict[str, Any]], form: Form) -> list[dict[str, Any]]
             {**tool, "function": {**tool["function"], **more}} if more else tool
             for tool, more in zip(tools, missing, strict=True)
         ]
-    if form.tools == "system" or not tools:
+    if form.tools in ("key", "system") or not tools:
         return None
     return [tool["function"] for tool in tools] if form.tools == "function" else tools
 

@@ -86,7 +86,11 @@ def _ask_tools(probe: Probe) -> None:
     if not probe.choose(
         "tools", candidates, chats, lambda text: (description not in text) + (parameter not in text)
     ):
-        probe.choose("tools", [("in the system message", replace(form, tools="system"))], chats)
+        candidates = [
+            ("under a key of the system message", replace(form, tools="key")),
+            ("in the system message", replace(form, tools="system")),
+        ]
+        probe.choose("tools", candidates, chats)
     # Tools may also lack their parameters, or their description.
     for key, filled, function in (
         ("parameters", "with an empty schema", {"description": word()}),

@@ -96,11 +96,12 @@ def system_into_user(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def add_to_system(messages: list[Message], text: str) -> list[Message]:
-    """Return the messages with ``text`` after the leading system message, which is added if there is none."""
-    addition: Message = {"role": "system", "content": text}
+def add_to_system(messages: list[Message], text: str = "", **fields: Any) -> list[Message]:
+    """Return the messages with ``text`` and ``fields`` in the leading system message, which is added if there is none."""
+    addition: Message = {"role": "system", "content": text, **fields}
     if messages and messages[0]["role"] in SYSTEM_ROLES:
-        return [_merged([messages[0], addition]), *messages[1:]]
+        first = _merged([messages[0], addition]) if text else messages[0]
+        return [{**first, **fields}, *messages[1:]]
     return [addition, *messages]
 
 
