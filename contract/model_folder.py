@@ -23,6 +23,18 @@ MAX_ENTRIES = 10_000
 MAX_TOKEN_ID = 2**31 - 1
 LENGTH_WITHOUT_POSITIONS = 8192
 """The longest context, without a setting, of a model whose configuration gives none: one of recurrent layers alone."""
+LENGTH_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_seq_length",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "context_length",
+    "n_ctx",
+)
+"""The names under which published configurations give the longest context."""
 _MAX_NAME = 255
 _END_TOKENS = "eos_token_id"
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import InvalidRequestError, SettingError
-from contract.model_folder import LENGTH_WITHOUT_POSITIONS, check_entries, end_token_ids, read_text
+from contract.model_folder import (
+    LENGTH_NAMES,
+    LENGTH_WITHOUT_POSITIONS,
+    check_entries,
+    end_token_ids,
+    read_text,
+)
 from contract.sampling import MODEL_DEFAULTS, SamplingParams
 from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.templates.attempt import Prompt
@@ -40,7 +46,6 @@ MODEL_FILES = (
 """The small files from which a model card is read."""
 _MAX_SIZE = 2**31 - 1
 _MAX_NUMBER = 1e9
-_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +174,12 @@ def _number(generation: dict[str, Any], name: str, default: float) -> float:
 
 
 def _max_model_len(config: dict[str, Any], folder: Path) -> int:
-    for name in _LENGTH_NAMES:
+    for name in LENGTH_NAMES:
         if config.get(name) is not None:
             return _size(config, name)
     if config.get("state_size") is not None:  # a model of recurrent layers alone, such as Mamba
         return LENGTH_WITHOUT_POSITIONS
-    raise SettingError(f"{folder / 'config.json'} has none of {', '.join(_LENGTH_NAMES)}", param="model")
+    raise SettingError(f"{folder / 'config.json'} has none of {', '.join(LENGTH_NAMES)}", param="model")
 
 
 def _vocab_size(config: dict[str, Any], folder: Path) -> int:

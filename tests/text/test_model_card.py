@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from contract.errors import SettingError
+from contract.model_folder import LENGTH_NAMES
 from tests.text.tiny_model import END, TEMPLATE, model_files, write_model
 from text.chat import Chat
 from text.model_card import ModelCard
@@ -37,6 +38,12 @@ def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
     text = {"vocab_size": 50, "n_positions": 64}
     card = card_with(tmp_path, config={"text_config": text})
     assert (card.vocab_size, card.max_model_len) == (50, 64)
+
+
+@pytest.mark.parametrize("name", LENGTH_NAMES)
+def test_each_published_name_of_the_length_is_read(tmp_path: Path, name: str) -> None:
+    """Kimi-Linear has model_max_length alone."""
+    assert card_with(tmp_path, config={"vocab_size": 50, name: 64}).max_model_len == 64
 
 
 def test_a_model_of_recurrent_layers_alone_needs_no_positions(tmp_path: Path) -> None:
