@@ -4,7 +4,9 @@ Needs no torch until a tensor is read: names, shapes and dtypes stand in the fil
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +46,7 @@ _SHOWN_CHARACTERS = 80
 _INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 """A file begins with the length of its header."""
+_INTEGERS = {"I32": "<i", "I64": "<q"}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -174,6 +177,27 @@ class Checkpoint:
             stream.seek(_LENGTH_BYTES + int.from_bytes(stream.read(_LENGTH_BYTES), "little") + begin)
             content = stream.read(end - begin)
         return content.count(0) == len(content)
+
+    def integers(self, names: Iterable[str]) -> dict[str, list[int]]:
+        """Return the numbers of small tensors of I32 and I64, by name; those of other dtypes are left out.
+
+        They are read from the files: a memory map would read 128 KB around each of them.
+        """
+        in_files: dict[Path, list[str]] = {}
+        for name in names:
+            if self.stored_dtype(name) in _INTEGERS:
+                in_files.setdefault(self._file_of[name], []).append(name)
+        found = {}
+        for file, in_file in in_files.items():
+            with file.open("rb") as stream:
+                number = stream.fileno()
+                start = _LENGTH_BYTES + int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+                for name in in_file:
+                    stored = self._headers[name]
+                    begin, end = stored.data_offsets
+                    content = os.pread(number, end - begin, start + begin)
+                    found[name] = [each for (each,) in struct.iter_unpack(_INTEGERS[stored.dtype], content)]
+        return found
 
     @cached_property
     def _headers(self) -> Mapping[str, _Stored]:

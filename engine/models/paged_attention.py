@@ -22,7 +22,7 @@ from engine.connector import LayerWatch
 from engine.models.config import KVShape, ModelShape, unserved
 from engine.models.latent_attention import LatentProjection, find_latent
 from engine.models.recurrent_layers import RecurrentLayers
-from engine.models.transformers_rules import LATER, RECURRENT, TWICE
+from engine.models.transformers_types import LATER, RECURRENT, TWICE
 
 SERVING = "kvbaton"
 ASKING = "kvbaton_asking"

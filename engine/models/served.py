@@ -254,6 +254,9 @@ def _examine_transformers(
         names = {each for each in weights.names() if not weights.is_spare(each)}
         if facts["is_composite"]:
             names = {each for each in names if not _OTHER_PARTS.search(each)}
+        if facts["unread"]:
+            unread = re.compile("|".join(facts["unread"]))
+            names = {each for each in names if not unread.search(each)}
         num_numbers = sum(prod(weights.shape(each)) for each in names)
     return Served(
         architecture=str(architecture_name(raw)),

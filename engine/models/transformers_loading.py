@@ -251,8 +251,13 @@ def _last_parts(name: str) -> tuple[str, ...]:
 
 
 def _decoder_of(whole: Any) -> nn.Module:
-    """Return the part that maps tokens to states; that of Llama 4 is found as a model with a head."""
+    """Return the part that maps tokens to states; that of Llama 4 is found as a model with a head.
+
+    ModernBERT's decoder calls its head so.
+    """
     decoder: Any = whole.get_decoder()
+    if isinstance(decoder, nn.Linear):
+        decoder = whole.base_model
     found: nn.Module = decoder.model if hasattr(decoder, "lm_head") else decoder
     return found
 

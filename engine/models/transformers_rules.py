@@ -1,10 +1,10 @@
 """Decide by its configuration whether a decoder of transformers gives right answers over the paged KV cache.
 
 Needs transformers' configurations, not torch: ``kvbaton check`` and the start of a service ask before a process is started,
-and the loader asks the same functions. The tables were found by loading a small model of each type. A type in neither has
-not been tried: the loader's survey and self-check decide.
+and the loader asks the same functions.
 """
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -20,25 +20,34 @@ from contract.layout import KEY_VALUE, LATENT
 from contract.model_folder import LENGTH_WITHOUT_POSITIONS
 from engine.models.config import RawConfig, context_lengths, name_angles, unserved
 from engine.models.registry import ARCHITECTURES, architecture_name
+from engine.models.transformers_types import (
+    COMPUTES_ANGLES,
+    ENCODERS,
+    EXPERT_HEADS,
+    LATER,
+    OTHER_ATTENTION,
+    REASON_OF_TYPE,
+    RECURRENT,
+    SPARSE,
+    TRIED,
+)
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _TRANSPOSED = "Conv1D("
+_UNREAD = re.compile(r"_keys_to_ignore_on_load_unexpected = (\[.*?\])\n", re.DOTALL)
+# The class of parts for images that other packages compute: the module and the name of each.
+_OF_PACKAGES = "TimmWrapperModel"
+_PACKAGES = {"timm": "timm", "PIL": "pillow"}
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 _COMPOSITES = ("ForConditionalGeneration",)
 # Decoders that transformers does not list as such: their checkpoints came as a part of a model of images.
 _UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
-RECURRENT = "recurrent layers are not served"
-_SPARSE = "sparse attention is not served"
-LATER = "attention to later tokens is not served"
-OTHER_ATTENTION = "its attention cannot run over the paged KV cache"
-_OTHER_POSITIONS = "positions that it counts in its own way are not served"
-TWICE = "layers that attend more than once are not served"
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _REASON_OF_LAYERS = {
-    "indexed_attention": _SPARSE,
-    "heavily_compressed_attention": _SPARSE,
-    "compressed_sparse_attention": _SPARSE,
+    "indexed_attention": SPARSE,
+    "heavily_compressed_attention": SPARSE,
+    "compressed_sparse_attention": SPARSE,
     "recurrent": RECURRENT,
 }
 # Layers whose states the engine keeps, if their code uses the interface of transformers' caches; hybrid: attention beside.
@@ -49,57 +58,7 @@ _STATE_INTERFACE = "update_conv_state("
 _STATELESS_LAYERS = frozenset({"mlp", "moe"})
 # The longest context of a model without positions: by default, and by a setting.
 _WITHOUT_POSITIONS = (LENGTH_WITHOUT_POSITIONS, 2**20)
-_REASONS: Mapping[str, frozenset[str]] = {
-    RECURRENT: frozenset({"rwkv", "xlstm"}),
-    OTHER_ATTENTION: frozenset({"doge", "modernbert-decoder"}),
-    _OTHER_POSITIONS: frozenset(
-        "camembert data2vec-text kosmos-2.5 roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
-    ),
-    "the decoder of an encoder-decoder model is not served": frozenset(
-        """bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr
-        whisper""".split()
-    ),
-    TWICE: frozenset({"diffllama", "hrm_text", "zamba2"}),
-    "attention that takes 'position_bias' is not served": frozenset({"inkling2_text", "inkling_text"}),
-    "layers that attend to images are not served": frozenset({"mllama_text_model"}),
-    "it answers no text without an image": frozenset(
-        {"blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2"}
-    ),
-    "a draft model, which reads the KV of another model, is not served alone": frozenset(
-        {"gemma4_assistant", "gemma4_unified_assistant"}
-    ),
-    "text in patches of bytes, in place of tokens, is not served": frozenset({"blt"}),
-    "its answers are movements of a robot and no text": frozenset({"pi0"}),
-    "it classifies images and answers no text": frozenset({"shieldgemma2"}),
-}
-_REASON_OF_TYPE = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds}
-# Types that attend to earlier tokens alone if ``is_decoder`` is set.
-_ENCODERS = frozenset({"bert", "electra", "ernie", "roc_bert"})
-TRIED = _ENCODERS | frozenset(
-    """afmoe apertus arcee aria aria_text axk1 aya_vision bailing_hybrid bamba beam biogpt bitnet chameleon cohere cohere2
-    cohere2_moe cohere2_vision cohere_compass cohere_compass_text cosmos3_edge cosmos3_omni ctrl cwm dbrx
-    deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_vl deepseek_vl_hybrid dots1 emu3 ernie4_5 ernie4_5_moe
-    ernie4_5_vl_moe exaone4 exaone4_5 exaone_moe falcon_h1 falcon_mamba fast_vlm flex_olmo flint fuyu gemma gemma2
-    gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm46v glm4_moe
-    glm4_moe_lite glm4v glm4v_moe glm_ocr glmga got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granite4_vision granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
-    hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 internlm3
-    internvl iquestcoder jais2 jamba janus jetmoe kimi_k25 kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm2_vl lfm3
-    lfm3_vl lighton_ocr llama4 llama4_text llava llava_next llava_next_video llava_onevision longcat_flash mamba
-    mamba2 mellum mimo_v2_flash minicpm3 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m2 minimax_m3_vl
-    minimax_m3_vl_text ministral ministral3 mistral3 mistral4 mixtral molmo2 moshi moss_transcribe_diarize
-    muse_glimmer muse_spark nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt ovis2 paddleocr_vl
-    perception_lm persimmon phi phi3 phi4_multimodal phimoe pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl
-    qwen2_moe qwen2_vl qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_omni_moe_thinker
-    qwen3_vl qwen3_vl_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 vaultgemma video_llama_3
-    video_llava vipllava youtu zamba zaya""".split()
-)
-"""Types of which a small model gave transformers' own answers."""
 _SENSES = frozenset({"audio_config", "vision_config"})
-# Types that store the key and value of each chosen expert's head.
-_EXPERT_HEADS = frozenset({"jetmoe"})
-# Types that compute their angles in each step, by the longest context in the batch: none may exceed the original one.
-_COMPUTES_ANGLES = frozenset({"phimoe"})
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 
 
@@ -129,6 +88,12 @@ class TransformersFacts:
     def has_states(self) -> bool:
         """Return whether it has recurrent layers."""
         return bool(_STATE_LAYERS & set(getattr(self.text, "layer_types", None) or ()))
+
+    @property
+    def unread(self) -> list[str]:
+        """Return patterns of the names of tensors that transformers does not read, such as those of draft layers."""
+        codes = {code for each in (self.config, self.text) for code in _code_of(each)}
+        return sorted({name for code in codes for found in _UNREAD.findall(code) for name in _strings(found)})
 
     @property
     def is_composite(self) -> bool:
@@ -180,11 +145,11 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
 def _served_text(architecture: str, raw: RawConfig, config: Any) -> Any:
     """Return the configuration of the decoder. Raises SettingError for one that is not served."""
     # Some of these types have no configuration of a text.
-    reason = "it has an encoder" if config.is_encoder_decoder else _REASON_OF_TYPE.get(config.model_type)
+    reason = "it has an encoder" if config.is_encoder_decoder else REASON_OF_TYPE.get(config.model_type)
     if reason is not None:
         raise unserved(architecture, reason)
     text = config.get_text_config()
-    reason = why_unserved(text)
+    reason = why_unserved(text) or _why_parts_missing(config)
     # Without sizes of its own it would be built as large as the type's default, before its weights are compared.
     if reason is None and text is not config and not isinstance(raw.get("text_config"), Mapping):
         is_flat = raw.get("hidden_size") == getattr(text, "hidden_size", None)
@@ -192,6 +157,17 @@ def _served_text(architecture: str, raw: RawConfig, config: Any) -> Any:
     if reason is not None:
         raise unserved(architecture, reason)
     return text
+
+
+def _why_parts_missing(config: Any) -> str | None:
+    """Return why the whole cannot be built: its part for images needs packages that are not installed."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    kinds = [getattr(getattr(config, name, None), "model_type", "") for name in config.sub_configs or ()]
+    missing = [name for module, name in _PACKAGES.items() if find_spec(module) is None]
+    if not missing or _OF_PACKAGES not in map(MODEL_MAPPING_NAMES.get, kinds):
+        return None
+    return f"its part for images needs {' and '.join(missing)}, not installed here: pip install timm pillow"
 
 
 def _class_names(architecture: str) -> Mapping[str, str]:
@@ -243,10 +219,10 @@ def why_unserved(config: Any) -> str | None:
         layer_types -= _STATE_LAYERS | _STATELESS_LAYERS
     if unknown := sorted(layer_types - _LAYER_TYPES):
         return _REASON_OF_LAYERS.get(unknown[0], f"layers of the type {unknown[0]!r} are not served")
-    is_encoder = config.model_type in _ENCODERS and not getattr(config, "is_decoder", False)
+    is_encoder = config.model_type in ENCODERS and not getattr(config, "is_decoder", False)
     if is_encoder or getattr(config, "is_causal", True) is False:
         return LATER
-    if reason := _why_latents_differ(config) or _REASON_OF_TYPE.get(config.model_type):
+    if reason := _why_latents_differ(config) or REASON_OF_TYPE.get(config.model_type):
         return reason
     return _reason_in_code(config)
 
@@ -255,6 +231,15 @@ def _code_of(config: Any) -> list[str]:
     """Return the text of a model's code: importing it would take seconds."""
     folder = Path(inspect.getfile(type(config))).parent
     return [file.read_text("utf-8") for file in folder.glob("modeling_*.py")]
+
+
+def _strings(code: str) -> list[str]:
+    """Return the strings of a list in Python; none if it has anything else."""
+    try:
+        found = ast.literal_eval(code)
+    except (SyntaxError, ValueError):
+        return []
+    return [each for each in found if isinstance(each, str)]
 
 
 def _has_states(config: Any) -> bool:
@@ -339,7 +324,7 @@ def _shape_of(config: Any) -> tuple[int, int, int] | None:
     if not isinstance(num_heads, int) or not isinstance(hidden_size, int) or num_heads < 1:
         return None
     head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
-    names = _KV_HEADS[-1:] if config.model_type in _EXPERT_HEADS else _KV_HEADS
+    names = _KV_HEADS[-1:] if config.model_type in EXPERT_HEADS else _KV_HEADS
     kind = type(config)
     # config.json may contain fields that the type does not have, which nothing reads.
     declared = {*dir(kind), *config.attribute_map, *getattr(kind, "__dataclass_fields__", ())}
@@ -363,7 +348,7 @@ def _lengths(config: Any) -> tuple[int, int] | None:
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if not limit:
         return None if _num_attending(config) else _WITHOUT_POSITIONS
-    if config.model_type in _COMPUTES_ANGLES:
+    if config.model_type in COMPUTES_ANGLES:
         limit = min(original for _, original, _ in _scaled_rope(config, limit))
     lengths = [
         context_lengths(kind, limit, original, float(parameters.get("factor") or 1.0))

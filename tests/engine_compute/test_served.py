@@ -24,7 +24,8 @@ from engine.models.config import Head
 from engine.models.loading import LoadedModel, load
 from engine.models.registry import ARCHITECTURES, find_architecture
 from engine.models.served import Served, examine
-from engine.models.transformers_rules import TRIED, why_unserved
+from engine.models.transformers_rules import why_unserved
+from engine.models.transformers_types import TRIED
 from tests.chaos.settings import chaos_rng
 from tests.checkpoints import FAMILIES, make_checkpoint, make_foreign_checkpoint
 from tests.engine_compute.test_checkpoint import change_config, load_on_cpu
@@ -215,6 +216,16 @@ def test_latents_for_fewer_kv_heads_than_heads_are_refused(tmp_path: Path) -> No
     assert assert_same_verdict(folder) is None
     refused = str(outcome(lambda: examine(folder)))
     assert "latent attention with 2 KV heads (num_key_value_heads) for 4 heads is not served" in refused
+
+
+def test_the_weights_of_draft_layers_are_not_counted(tmp_path: Path) -> None:
+    """The loader does not read them: the file of GLM-4.7-Flash has a layer 47, of its draft model."""
+    folder = make_foreign_checkpoint(tmp_path, "glm4_moe_lite")
+    plain = examine(folder).num_weight_bytes
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "model.layers.47.hnorm.weight": torch.ones(64)}, file)
+    served = assert_same_verdict(folder)
+    assert served is not None and served.num_weight_bytes == plain
 
 
 def test_a_folder_without_weights_is_read_from_its_configuration(tmp_path: Path) -> None:

@@ -85,6 +85,11 @@ def test_the_class_is_found_by_the_model_type(tmp_path: Path) -> None:
         ("qwen3_vl", {"architectures": ["Qwen3VLModel"]}, "which is not served; the served ones are"),
         ("mllama", {}, "layers that attend to images are not served"),
         ("blip-2", {}, "it answers no text without an image"),
+        (
+            "fast_vlm",
+            {"vision_config": {"model_type": "timm_wrapper", "architecture": "fastvit_mci3"}},
+            "its part for images needs timm",
+        ),
     ],
 )
 def test_another_text_is_refused_in_the_words_of_the_loader(

@@ -7,7 +7,7 @@ import torch
 
 from engine.models.loading import load
 from engine.models.states_program import find_states
-from engine.models.transformers_rules import TRIED
+from engine.models.transformers_types import TRIED
 from tests.checkpoints import write_checkpoint
 from tests.families.tiny_models import make_tiny, tiny_config
 

@@ -94,7 +94,10 @@ class CompressedScheme(Scheme):
     def find(self, checkpoint: Checkpoint) -> dict[str, CodedWeight]:
         """See Scheme."""
         found: dict[str, CodedWeight] = {}
-        for layer, kinds in layers_of(checkpoint).items():
+        layers = layers_of(checkpoint)
+        of_shapes = [f"{layer}.weight_shape" for layer, kinds in layers.items() if "weight_shape" in kinds]
+        shapes = checkpoint.integers(name for name in of_shapes if checkpoint.shape(name) == [2])
+        for layer, kinds in layers.items():
             is_packed = "weight_packed" in kinds
             if not is_packed and "weight" not in kinds:
                 continue
@@ -105,7 +108,7 @@ class CompressedScheme(Scheme):
                     self.groups,
                     # Of groups whose scales differ in nothing for this layer, any will do.
                     lambda group: (group.size, group.block),
-                    partial(_check_layer, checkpoint, layer, kinds),
+                    partial(_check_layer, checkpoint, shapes, layer, kinds),
                 )
         return found
 
@@ -268,11 +271,16 @@ def _activations(group: Fields, form: str, strategy: str) -> Activations:
     return Activations.FIXED
 
 
-def _check_layer(checkpoint: Checkpoint, layer: str, kinds: set[str], group: Group) -> CodedWeight:
-    """Return a layer's weight. Raises SettingError unless its tensors are those that the group requires."""
+def _check_layer(
+    checkpoint: Checkpoint, shapes: Mapping[str, list[int]], layer: str, kinds: set[str], group: Group
+) -> CodedWeight:
+    """Return a layer's weight. Raises SettingError unless its tensors are those that the group requires.
+
+    shapes: the content of the tensors that hold shapes, by name.
+    """
     used = {"weight_scale"}
     if group.form in (_PACKED, _NVFP4):
-        shape = _check_packed(checkpoint, layer, group)
+        shape = _check_packed(checkpoint, shapes, layer, group)
         used |= {"weight_packed"} | ({"weight_shape"} if group.form == _PACKED else {"weight_global_scale"})
     else:
         expect(checkpoint, f"{layer}.weight", None, _DTYPES[group.form])
@@ -307,7 +315,9 @@ def _check_layer(checkpoint: Checkpoint, layer: str, kinds: set[str], group: Gro
     return _Weight(checkpoint, layer, used, shape, group)
 
 
-def _check_packed(checkpoint: Checkpoint, layer: str, group: Group) -> list[int]:
+def _check_packed(
+    checkpoint: Checkpoint, shapes: Mapping[str, list[int]], layer: str, group: Group
+) -> list[int]:
     """Return the shape of a packed weight. Raises SettingError if it is packed otherwise."""
     packed = f"{layer}.weight_packed"
     if group.form == _NVFP4:
@@ -316,7 +326,7 @@ def _check_packed(checkpoint: Checkpoint, layer: str, group: Group) -> list[int]
         return [stored[0], stored[1] * 2]
     name = f"{layer}.weight_shape"
     expect(checkpoint, name, [[2]], {"I64", "I32"})
-    shape = [int(each) for each in checkpoint.tensor(name).tolist()]
+    shape = shapes[name]
     if min(shape) < 1:
         raise bad_model(f"tensor {name} has {shape}; both numbers must be above 0")
     words = ceil_divide(shape[1], 32 // group.num_bits)
