@@ -38,9 +38,11 @@ ASKED: list[tuple[str, list[dict[str, Any]]]] = [
 ]
 
 
-async def test_an_image_is_refused_and_the_text_is_answered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+async def test_an_image_is_refused_and_the_text_is_answered(tmp_path: Path, family: str) -> None:
+    """One text has attention alone, the other one recurrent layers, too."""
     torch.set_num_threads(1)
-    whole = make_tiny("qwen3_vl")
+    whole = make_tiny(family)
     model = write_checkpoint(tmp_path / "model", whole, 3)
     prompt = [3, 1, 4, 1, 5]
     expected = reference_greedy(whole, prompt, 8)

@@ -2,10 +2,12 @@
 
 Each is loaded by the engine in this process; 16 greedy tokens of five prompts, computed in chunks of 32 in float32, are
 compared with those of ``generate``. Then a prefill and a decode engine answer the same prompts, once over shm and once over
-tcp. The outcomes are written into docs/models.md. It takes about six minutes, or less for the families that are named.
+tcp. The outcomes are written into outcomes.json, and from there into docs/models.md. It takes about six minutes on two
+quiet cores, or less for the families that are named.
 """
 
 import asyncio
+import json
 import logging
 import re
 import shutil
@@ -14,6 +16,9 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +32,14 @@ from engine.models.transformers_rules import read_facts
 from engine.settings import EngineSettings
 from tests.checkpoints import reference_greedy, write_checkpoint
 from tests.engine_pair import Sides, outputs_of, running_pair, tokens_of
-from tests.families.tiny_models import WRONG_WITH_A_CACHE, families, make_tiny, tiny_config
+from tests.families.tiny_models import WRONG_WITH_A_CACHE, families, is_text_decoder, make_tiny, tiny_config
 
-EQUAL = "every token equals `generate`'s, also handed over by shm and by tcp"
-EQUAL_ALONE = "every token equals `generate`'s in one engine; recurrent layers are not handed over"
-WRONG_BEHIND = "equal in one engine, but wrong over"
-NOT_MADE = "not tried: this survey makes no small model of it"
+EQUAL = "equal"
+REFUSED = "refused"
 WRONG = "wrong"
+NOT_TRIED = "not tried"
 PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
+FILE = Path(__file__).with_name("outcomes.json")
 NUM_TOKENS = 16
 TRANSPORTS = ("shm", "tcp")
 _CHUNK = 32
@@ -47,41 +52,62 @@ _START = "<!-- The following table is written by python -m tests.families.survey
 _END = "<!-- End of the table. -->\n"
 
 
-def outcome(family: str) -> str:
-    """Return one of the constants, WRONG_BEHIND with transports, or the reason why the engine refuses the family."""
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a family. over: transports by which its tokens were equal, too. reason: of a refusal."""
+
+    verdict: str
+    over: tuple[str, ...] = ()
+    is_recurrent: bool = False
+    reason: str = ""
+
+    @property
+    def told(self) -> str:
+        """The first column of the table."""
+        if self.verdict == REFUSED:
+            return f"refused: {self.reason}"
+        if self.verdict == NOT_TRIED:
+            return "not tried: this survey makes no small model of it"
+        if self.verdict == WRONG:
+            return f"**wrong** {self.reason}".strip()
+        kind = "equal, with recurrent layers" if self.is_recurrent else EQUAL
+        return f"{kind}: in one engine, {' and '.join(self.over)}" if self.over else f"{kind}: in one engine"
+
+
+def outcome(family: str) -> Outcome:
+    """Try one family."""
     folder = Path(tempfile.mkdtemp())
     try:
         try:
             config, _ = tiny_config(family)
             config.save_pretrained(folder)
             raw = read_config(folder)
-            if find_architecture(raw) is None:
-                read_facts(folder, raw)
+            is_recurrent = find_architecture(raw) is None and read_facts(folder, raw).has_states
             model = make_tiny(family)
             write_checkpoint(folder, model, 3)
         except SettingError as error:
-            return _reason(error.message)
+            return Outcome(REFUSED, reason=_reason(error.message))
         except Exception:  # noqa: BLE001 - small sizes suit not every class, and what it raises has no one type
-            return NOT_MADE
+            return Outcome(NOT_TRIED)
         try:
             found = asyncio.run(_alone(folder))
         except SettingError as error:
-            return _reason(error.message)
+            return Outcome(REFUSED, reason=_reason(error.message))
         try:
             use_cache = family not in WRONG_WITH_A_CACHE
             expected = [reference_greedy(model, prompt, NUM_TOKENS, use_cache) for prompt in _PROMPTS]
         except AttributeError:  # of classes whose generate needs more than text
-            return NOT_MADE
+            return Outcome(NOT_TRIED)
         if found != expected:
-            return WRONG
+            return Outcome(WRONG, is_recurrent=is_recurrent)
         try:
             answers = {each: asyncio.run(_handed_over(folder, each)) for each in TRANSPORTS}
         except SettingError:
-            return EQUAL_ALONE
-        if None in answers.values():
-            return EQUAL_ALONE
-        wrong = [each for each in TRANSPORTS if answers[each] != expected]
-        return f"{WRONG_BEHIND} {' and '.join(wrong)}" if wrong else EQUAL
+            return Outcome(EQUAL, is_recurrent=is_recurrent)
+        answers = {each: answer for each, answer in answers.items() if answer is not None}
+        if wrong := [each for each, answer in answers.items() if answer != expected]:
+            return Outcome(WRONG, is_recurrent=is_recurrent, reason=f"over {' and '.join(wrong)}")
+        return Outcome(EQUAL, tuple(answers), is_recurrent)
     finally:
         shutil.rmtree(folder)
 
@@ -122,35 +148,57 @@ def _reason(message: str) -> str:
     return re.sub(r" \(.*|: .*| by \S+e[-+].*", "", reason)
 
 
-def read_table() -> dict[str, str]:
-    """Return each family's outcome, as docs/models.md has it."""
-    found: dict[str, str] = {}
-    for row in PAGE.read_text().partition(_START)[2].partition(_END)[0].splitlines()[2:]:
-        reason, names = (cell.strip() for cell in row.strip("| ").rsplit("|", 1))
-        found |= dict.fromkeys(names.split(", "), reason)
-    return found
+def read_outcomes() -> dict[str, Outcome]:
+    """Return each family's outcome, as the last run has written it."""
+    types: dict[str, dict[str, Any]] = json.loads(FILE.read_text())["types"]
+    return {family: Outcome(**{**fields, "over": tuple(fields["over"])}) for family, fields in types.items()}
 
 
-def write_table(outcomes: Mapping[str, str]) -> None:
-    """Replace the table in docs/models.md."""
+def write_outcomes(outcomes: Mapping[str, Outcome]) -> None:
+    """Write outcomes.json, and the table in docs/models.md."""
+    lines = [f'  "{family}": {json.dumps(asdict(found))}' for family, found in sorted(outcomes.items())]
+    types = ",\n".join(lines)
+    FILE.write_text(f'{{\n "transformers": "{version("transformers")}",\n "types": {{\n{types}\n }}\n}}\n')
+    before, _, rest = PAGE.read_text().partition(_START)
+    PAGE.write_text(f"{before}{_START}{table_of(outcomes)}{_END}{rest.partition(_END)[2]}")
+
+
+def table_of(outcomes: Mapping[str, Outcome]) -> str:
+    """Return the text of docs/models.md between its two marks."""
     rows = defaultdict(list)
     for family, found in sorted(outcomes.items()):
-        rows[found].append(family)
-    order = sorted(
-        rows,
-        key=lambda found: (found != EQUAL, found != EQUAL_ALONE, found == NOT_MADE, -len(rows[found]), found),
-    )
-    lines = [f"| {found} | {', '.join(rows[found])} |" for found in order]
-    before, _, rest = PAGE.read_text().partition(_START)
-    table = "\n".join(["| outcome | `model_type` |", "| -- | -- |", *lines])
-    PAGE.write_text(f"{before}{_START}{table}\n{_END}{rest.partition(_END)[2]}")
+        rows[found.told].append(family)
+    order = sorted(rows, key=lambda told: (not told.startswith(EQUAL), -len(rows[told]), told))
+    lines = [f"| {told} | {', '.join(rows[told])} |" for told in order]
+    decoders = {family: found for family, found in outcomes.items() if is_text_decoder(family)}
+    counts = [
+        "| types | all | equal in one engine | over shm and tcp, too | with states | refused | not tried | wrong |",
+        "| -- | -- | -- | -- | -- | -- | -- | -- |",
+        f"| of transformers | {_counts(outcomes)} |",
+        f"| decoders of text alone | {_counts(decoders)} |",
+    ]
+    return "\n".join([*counts, "", "| outcome | `model_type` |", "| -- | -- |", *lines, ""])
+
+
+def _counts(outcomes: Mapping[str, Outcome]) -> str:
+    found = list(outcomes.values())
+    equal = [each for each in found if each.verdict == EQUAL]
+    over = [each for each in equal if each.over == TRANSPORTS]
+    recurrent = [each for each in equal if each.is_recurrent]
+    others = [[each for each in found if each.verdict == kind] for kind in (REFUSED, NOT_TRIED, WRONG)]
+    return " | ".join(str(len(each)) for each in (found, equal, over, recurrent, *others))
+
+
+def _quiet() -> None:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    found = read_table() if sys.argv[1:] else {}
-    for family in sys.argv[1:] or families():
-        found[family] = outcome(family)
-        sys.stderr.write(f"{family}: {found[family]}\n")
-    write_table(found)
+    found = read_outcomes() if sys.argv[1:] else {}
+    tried = sys.argv[1:] or families()
+    with ProcessPoolExecutor(initializer=_quiet) as pool:
+        for family, result in zip(tried, pool.map(outcome, tried), strict=True):
+            found[family] = result
+            sys.stderr.write(f"{family}: {result.told}\n")
+    write_outcomes(found)

@@ -107,6 +107,12 @@ _COMPASS_ROPE = {
     }
 }
 _EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
+_GEMMA3N = {
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "laurel_rank": 8,
+    "layer_types": _EVERY_OTHER,
+}
 _GEMMA4 = {
     "global_head_dim": 32,
     "layer_types": _EVERY_OTHER,
@@ -147,12 +153,6 @@ _OF_FAMILY: Mapping[str, dict[str, Any]] = {
         "vision_config": {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
     },
     "dots1": {"n_shared_experts": 1},
-    "gemma3n_text": {
-        "hidden_size_per_layer_input": 8,
-        "num_kv_shared_layers": 2,
-        "laurel_rank": 8,
-        "layer_types": _EVERY_OTHER,
-    },
     **{
         family: {
             "text_config": _GEMMA4,
@@ -162,6 +162,8 @@ _OF_FAMILY: Mapping[str, dict[str, Any]] = {
         }
         for family in ("gemma4", "gemma4_unified")
     },
+    "gemma3n": {"text_config": _GEMMA3N},
+    "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "mimo_v2_flash": {"v_head_dim": 8},
@@ -219,6 +221,8 @@ _OF_FAMILY: Mapping[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 64},
     },
     "hunyuan_vl": {"text_config": _MROPE},
+    # Its layers divide a patch, factor by factor.
+    "inkling_mm_model": {"vision_config": {**_VISION, "patch_size": 4, "num_hidden_layers": 4}},
     "janus": {
         "vision_config": {"projection_dim": 64},
         "vq_config": _SMALL_VQ,
@@ -243,6 +247,16 @@ _OF_FAMILY: Mapping[str, dict[str, Any]] = {
 }
 
 
+_ENCODERS = frozenset(
+    """bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
+    roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod""".split()
+)
+"""Types made to read a text in both directions, which transformers can also run as decoders."""
+_HALVES = frozenset(
+    """bart bigbird_pegasus blenderbot blenderbot-small gemma4_assistant gemma4_unified_assistant marian mbart musicgen
+    musicgen_melody mvp pegasus plbart prophetnet trocr whisper""".split()
+)
+"""Types whose decoder needs an encoder, or another model."""
 WRONG_WITH_A_CACHE = frozenset({"moshi", "qwen3_omni_moe_thinker"})
 """Types whose generate with a cache differs from their own forward pass."""
 # Of types whose own defaults are refused by their classes.
@@ -264,6 +278,12 @@ _WHOLE: Mapping[str, dict[str, Any]] = {
 def families() -> list[str]:
     """Return the model_types of all decoders and of all composites with images, sorted."""
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+
+
+def is_text_decoder(family: str) -> bool:
+    """Return whether a type is a decoder that takes text alone, as most served models are."""
+    is_composite = family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return not (is_composite or family in _ENCODERS | _HALVES) and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def tiny_config(family: str) -> tuple[Any, Any]:
