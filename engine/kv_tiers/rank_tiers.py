@@ -66,7 +66,8 @@ def open_tiers(
 
 def _places(regions: Sequence[KVMemory], groups: Sequence[CacheGroup]) -> list[tuple[KVMemory, GroupPlace]]:
     """Return the region of each group with its share of a tier, which is that of the pool."""
-    sizes = [region.num_blocks * region.layout.block_bytes for region in regions]
+    # Blocks of recurrent layers alone have no bytes; such a model has no tier.
+    sizes = [max(1, region.num_blocks * region.layout.block_bytes) for region in regions]
     names = ["", *(group.name for group in groups[1:])]
     each = enumerate(zip(regions, names, sizes, strict=True))
     return [(region, GroupPlace(number, name, size / sum(sizes))) for number, (region, name, size) in each]
