@@ -254,7 +254,7 @@ def test_shapes_that_differ_need_windows_that_differ() -> None:
     """Only a group of layers has a shape of its own, and without groups there is one shape."""
     other = KVCacheSpec(16, 2, 64, "bfloat16")
     workload = Workload(4096, 512, 4)
-    with pytest.raises(SettingError, match="which is not kept in KV tiers"):
+    with pytest.raises(SettingError, match="without windows they cannot share blocks"):
         make_config({"a": SPEC, "b": replace(other, window=64)}, 10**9)
     with pytest.raises(
         SettingError, match=r"the layers \[0, 1\] have equal windows and KV of different shapes"
