@@ -2,8 +2,9 @@
 
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ _READ = """
 import socket, sys, urllib.request
 url = f"http://{socket.gethostname()}:9101{sys.argv[1]}"
 print(urllib.request.urlopen(url, timeout=10).read().decode())
+"""
+_WAIT_FOR_REQUEST = """
+import json, socket, time, urllib.request
+url = f"http://{socket.gethostname()}:9101/debug/state"
+print("watching", flush=True)
+while not json.load(urllib.request.urlopen(url, timeout=10))["num_accepted"]:
+    time.sleep(0.01)
 """
 _BEGINS = """
 import sys
@@ -173,6 +181,33 @@ def debug_state(container: str) -> dict[str, Any]:
     """A container's /debug/state."""
     state: dict[str, Any] = json.loads(admin_page(container, "/debug/state"))
     return state
+
+
+@contextmanager
+def watched(containers: Sequence[str]) -> Iterator[Callable[[], list[str]]]:
+    """Give a function that waits until one of these workers has a request, and returns those that have.
+
+    Processes in the containers watch from the start: beginning one takes longer than many streams.
+    """
+    command = ("python", "-c", _WAIT_FOR_REQUEST)
+    watchers = dict[str, subprocess.Popen[str]]()
+    with ExitStack() as stack:
+        for each in containers:
+            watcher = subprocess.Popen(["docker", "exec", each, *command], stdout=subprocess.PIPE, text=True)
+            watchers[each] = stack.enter_context(watcher)
+            stack.callback(watcher.kill)
+        for watcher in watchers.values():
+            assert watcher.stdout is not None
+            assert watcher.stdout.readline() == "watching\n"
+
+        def wait() -> list[str]:
+            for _ in range(100 * COMMAND_SECONDS):
+                if busy := [each for each, watcher in watchers.items() if watcher.poll() == 0]:
+                    return busy
+                time.sleep(0.01)
+            raise AssertionError("no worker had a request")
+
+        yield wait
 
 
 @contextmanager

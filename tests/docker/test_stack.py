@@ -13,7 +13,7 @@ import pytest
 from autoscaler.timing_model import read_timing
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from tests.docker.stack import UP_SECONDS, Stack, admin_page, debug_state, docker, living, running_stack
+from tests.docker.stack import UP_SECONDS, Stack, admin_page, docker, living, running_stack, watched
 from tests.service import counter
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
@@ -155,13 +155,12 @@ def test_a_stream_outlives_the_container_that_makes_it(stack: Stack) -> None:
     with post(stack, "/v1/completions", LONG) as response:
         undisturbed = json.load(response)["choices"][0]["text"]
     stack.up("--no-recreate", "--scale", "decode=2")
-    assert len(stack.containers("decode")) == 2
-    with post(stack, "/v1/completions", {**LONG, "stream": True}) as response:
+    decodes = stack.containers("decode")
+    assert len(decodes) == 2
+    with watched(decodes) as wait, post(stack, "/v1/completions", {**LONG, "stream": True}) as response:
         stream = events(response)
         pieces = [text_of(next(stream)) for _ in range(20)]
-        busy = [
-            container for container in stack.containers("decode") if debug_state(container)["num_accepted"]
-        ]
+        busy = wait()
         docker("kill", *busy)
         rest = list(stream)
     assert len(busy) == 1
