@@ -14,7 +14,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     without a connector. has_head: False for a model that computes embeddings only. num_kv_heads: see ``Side``.
     device: "cpu", or "cuda:N" of the first rank. model: the model's folder.
     groups, group_blocks: the groups of layers, and the number of blocks of each, if not each layer keeps all tokens. Then
-    layout and num_blocks are those of the first group. num_state_slots: for the states of recurrent layers.
+    layout and num_blocks are those of the first group. num_state_slots: for the states of recurrent layers,
+    num_spare_slots of them for drafts.
     """
 
     vocab_size: int
@@ -33,6 +34,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[CacheGroup, ...] = ()
     group_blocks: tuple[int, ...] = ()
     num_state_slots: int = 0
+    num_spare_slots: int = 0
 
     @property
     def why_alone(self) -> str:

@@ -48,7 +48,8 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
     executor = create_executor(settings)
     layout = executor.model_info.states
     num_snapshots = settings.state_snapshots if settings.enable_prefix_caching else 0
-    states = None if layout is None else StateNeeds(layout, settings.block_size, num_snapshots)
+    has_drafts = settings.speculate != "none"
+    states = None if layout is None else StateNeeds(layout, settings.block_size, num_snapshots, has_drafts)
     has_tiers = settings.host_kv_bytes or settings.disk_kv_dir is not None
     if states is not None and has_tiers:
         executor.shutdown()
@@ -115,6 +116,7 @@ def describe_engine(
         groups=() if config is None or config.cache.is_uniform else config.cache.groups,
         group_blocks=() if config is None or config.cache.is_uniform else config.num_blocks,
         num_state_slots=0 if config is None else config.num_state_slots,
+        num_spare_slots=0 if config is None else config.num_spare_slots,
     )
 
 
@@ -125,14 +127,14 @@ SchedulerFactory = Callable[
 """settings, facts, connector, grammars, further wait stages and clock of an engine → its scheduler."""
 
 
-def _slots(settings: EngineSettings, num_slots: int) -> StateSlots:
-    """Return the slots of an engine, the last of which are for snapshots."""
+def _slots(settings: EngineSettings, num_slots: int, num_spares: int) -> StateSlots:
+    """Return the slots of an engine, of which the last ones are for drafts, and those before these for snapshots."""
     num_snapshots = settings.state_snapshots if settings.enable_prefix_caching else 0
-    num_requests = num_slots - num_snapshots
+    num_requests = num_slots - num_snapshots - num_spares
     snapshots = (
         StateSnapshots(num_requests + 1, num_snapshots, settings.block_size) if num_snapshots else None
     )
-    return StateSlots(num_requests, snapshots)
+    return StateSlots(num_requests, snapshots, num_spares)
 
 
 def create_scheduler(
@@ -146,9 +148,6 @@ def create_scheduler(
     """Return the scheduler of an engine, with pools of its blocks."""
     groups = info.groups or CacheLayout.of(info.layout, [None] * info.layout.num_layers).groups
     has_states = info.num_state_slots > 0
-    if has_states and settings.speculate != "none":
-        logger.info("no drafts: a state of recurrent layers cannot forget those that were wrong")
-        settings = settings.model_copy(update={"speculate": "none"})
     pools = CachePools(
         groups,
         [
@@ -156,7 +155,7 @@ def create_scheduler(
             for group, number in zip(groups, info.group_blocks or (info.num_blocks,), strict=True)
         ],
         settings.max_num_batched_tokens,
-        _slots(settings, info.num_state_slots) if has_states else None,
+        _slots(settings, info.num_state_slots, info.num_spare_slots) if has_states else None,
     )
     limits = Limits.of(
         pools, info.max_model_len, info.vocab_size, info.model_fingerprint, settings.max_prompt_tokens

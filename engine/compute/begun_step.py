@@ -21,6 +21,8 @@ from engine.compute.inputs import IntVector, Outline, PreparedInputs, outline_ne
 from engine.compute.staging import begin_copy, on_device, to_device
 from engine.connector import LayerWatch
 from engine.distributed.group import RankGroup
+from engine.kv_cache.state_memory import StateMemory
+from engine.models.recurrent_layers import RecurrentLayers
 from engine.outputs import LogprobsLists, ModelRunnerOutput, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import Sampling, begin_sampling, samples_of
@@ -212,6 +214,18 @@ class BegunStep:
                 pool(sampled.hidden, self._inputs, drawing.states, output)
         self._batch.append_tokens(drawing.states, output.sampled_token_ids)
         return output
+
+    def roll_back(
+        self, output: ModelRunnerOutput, states: StateMemory, recurrent: RecurrentLayers | None
+    ) -> None:
+        """Remove the wrong drafts of the step from the states of its requests. output: what ``read`` has returned."""
+        assert recurrent is not None, "it has states"
+        step = self._inputs.state_step
+        keys = [self._inputs.req_ids[place] for place in step.drafted]
+        # The newest token and each right draft are right: one is sampled behind each of them.
+        num_right = [len(output.sampled_token_ids[output.req_id_to_index[key]]) for key in keys]
+        with torch.inference_mode():
+            states.roll_back(step, num_right, recurrent)
 
     def _sample(self) -> _Sampled | None:
         batch = self._batch

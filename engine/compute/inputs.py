@@ -81,7 +81,7 @@ class PreparedInputs(Outline):
     Request level: block_table ``[num_reqs, blocks of the longest sequence]`` (zero padded; zero where no token of the step
     sees a block). others: the same of the layers that have tables of their own: those of other groups than the first.
     fed: int64 ``[num_reqs]``, the tokens of a step that runs ahead, on the device. Its ``input_ids`` are not known yet.
-    state_slots, states: see StateStep; empty, and None, without slots.
+    state_slots, states, drafted: see StateStep; empty, and None, without slots.
     """
 
     input_ids: IntVector
@@ -92,14 +92,14 @@ class PreparedInputs(Outline):
     fed: Tensor | None = None
     state_slots: Sequence[int] = ()
     states: Mapping[StateKey, Tensor] | None = None
+    drafted: Sequence[int] = ()
 
     @cached_property
     def state_step(self) -> StateStep:
         """The step as recurrent layers see it."""
         slots = self.state_slots or [NO_SLOT] * self.num_reqs
-        return StateStep(
-            slots, self.num_computed_tokens.tolist(), self.num_scheduled_tokens.tolist(), self.states
-        )
+        starts = self.num_computed_tokens.tolist()
+        return StateStep(slots, starts, self.num_scheduled_tokens.tolist(), self.states, self.drafted)
 
     def of_group(self, tables: GroupTables) -> "PreparedInputs":
         """Return the inputs of the layers of one of ``others``."""
@@ -148,6 +148,7 @@ def prepare_inputs(
         block_table=first.block_table,
         others=tuple(others),
         state_slots=[] if slots is None else slots[outline.rows, 0].tolist(),
+        drafted=[place for place, key in enumerate(req_ids) if key in drafts] if slots is not None else (),
     )
 
 

@@ -299,6 +299,8 @@ class ModelRunner:
             if is_newest:
                 self._unread = None
             output = begun.read()
+            if scheduled.scheduled_spec_decode_tokens and (states := self.regions.states) is not None:
+                begun.roll_back(output, states, self._model.loaded.model.recurrent)
             if self._batch is not None:
                 _add_drafts(self._batch, scheduled, output)
             if is_newest:

@@ -77,4 +77,4 @@ def _allocate(config: KVCacheConfig, device: torch.device) -> tuple[list[PagedKV
     if states is None:
         return regions, None
     own = flat[starts[-2] : starts[-2] + num_state_bytes]
-    return regions, StateMemory(states, config.num_state_slots, own)
+    return regions, StateMemory(states, config.num_state_slots, own, config.num_spare_slots)

@@ -11,6 +11,8 @@ HOST_LIMIT_BYTES = 1 << 30
 """The most memory that the KV cache of a worker takes on the host without a setting."""
 # Two requests of any length can run at once.
 _LEAST_REQUESTS = 2
+# In a large batch only the drafts of few requests are computed.
+_REQUESTS_OF_SPARE = 4
 # Blocks without bytes only count tokens; each of them is an entry of some lists, though.
 _MOST_EMPTY_BLOCKS = 1 << 20
 
@@ -26,11 +28,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class StateNeeds:
-    """The states of recurrent layers. block_size: of the KV blocks. num_snapshots: slots beside those of requests."""
+    """The states of recurrent layers. block_size: of the KV blocks. num_snapshots: slots beside those of requests.
+
+    has_drafts: there are spare slots as well, one for each request that has drafts in a step.
+    """
 
     layout: StateLayout
     block_size: int
     num_snapshots: int = 0
+    has_drafts: bool = False
+
+    def num_spares(self, num_requests: int) -> int:
+        """Return the number of spare slots beside those of ``num_requests``: drafts are seldom worth their time in more."""
+        return -(-num_requests // _REQUESTS_OF_SPARE) if self.has_drafts else 0
 
 
 def share_memory(layout: CacheLayout, num_bytes: int, workload: Workload) -> tuple[int, ...]:
@@ -66,8 +76,8 @@ def share_memory(layout: CacheLayout, num_bytes: int, workload: Workload) -> tup
 
 def share_with_states(
     layout: CacheLayout, num_bytes: int, workload: Workload, states: StateNeeds
-) -> tuple[tuple[int, ...], int]:
-    """Return the number of blocks of each group, see ``share_memory``, and the number of slots for states.
+) -> tuple[tuple[int, ...], int, int]:
+    """Return the number of blocks of each group, see ``share_memory``, that of slots for states, and of spare ones of these.
 
     As many requests as fit with what they hold of a text of a typical length and a slot get one, ``max_num_seqs`` at most.
     The blocks have the rest. Raises SettingError, with all numbers, if two requests do not fit beside the snapshots.
@@ -78,18 +88,23 @@ def share_with_states(
     text_bytes = sum(group.max_blocks(typical, 1) * group.layout.block_bytes for group in layout.groups)
     num_left = num_bytes - states.num_snapshots * slot_bytes
     num_requests = min(max(num_left // (slot_bytes + text_bytes), _LEAST_REQUESTS), workload.max_num_seqs)
-    num_left -= num_requests * slot_bytes
-    num_slots = num_requests + states.num_snapshots
+    while num_requests > _LEAST_REQUESTS and (
+        num_requests * (slot_bytes + text_bytes) + states.num_spares(num_requests) * slot_bytes > num_left
+    ):
+        num_requests -= 1
+    num_spares = states.num_spares(num_requests)
+    num_left -= (num_requests + num_spares) * slot_bytes
+    num_slots = num_requests + states.num_snapshots + num_spares
     per_block = layout.groups[0].layout.block_bytes
     if not per_block and num_left >= 0:
         per_text = -(-workload.max_model_len // states.block_size)
-        return (1 + max(per_text, min(num_requests * per_text, _MOST_EMPTY_BLOCKS)),), num_slots
+        return (1 + max(per_text, min(num_requests * per_text, _MOST_EMPTY_BLOCKS)),), num_slots, num_spares
     num_blocks = share_memory(layout, max(0, num_left), workload) if per_block else (0,)
     if min(num_blocks) < 2:  # the null block, and one to compute with
         raise SettingError(
-            f"there are {num_bytes} bytes for the KV cache; the states of {num_requests} requests and "
-            f"{states.num_snapshots} snapshots need {num_slots} slots of {slot_bytes} bytes ({num_slots * slot_bytes} "
+            f"there are {num_bytes} bytes for the KV cache; the states of {num_requests} requests, {states.num_snapshots} "
+            f"snapshots and {num_spares} drafts need {num_slots} slots of {slot_bytes} bytes ({num_slots * slot_bytes} "
             f"bytes), and a block of KV has {per_block}: raise kv_cache_bytes, or lower state_snapshots",
             param="kv_cache_bytes",
         )
-    return num_blocks, num_slots
+    return num_blocks, num_slots, num_spares

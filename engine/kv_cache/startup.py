@@ -51,12 +51,14 @@ class KVCacheSpec:
 class KVCacheConfig:
     """The allocation of one rank. num_blocks: of each group of ``cache``, in which all layers of a block lie together.
 
-    num_state_slots: of the states of recurrent layers, those of snapshots included.
+    num_state_slots: of the states of recurrent layers, those of snapshots included. num_spare_slots: the last of them, for
+    states before steps with drafts.
     """
 
     num_blocks: tuple[int, ...]
     cache: CacheLayout
     num_state_slots: int = 0
+    num_spare_slots: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -121,8 +123,8 @@ def make_config(
         cache = CacheLayout.of(layouts[0], windows, state_layout, workload.max_model_len)
     if states is None:
         return KVCacheConfig(share_memory(cache, available_bytes, workload), cache)
-    num_blocks, num_slots = share_with_states(cache, available_bytes, workload, states)
-    return KVCacheConfig(num_blocks, cache, num_slots)
+    num_blocks, num_slots, num_spares = share_with_states(cache, available_bytes, workload, states)
+    return KVCacheConfig(num_blocks, cache, num_slots, num_spares)
 
 
 def _layout_of(spec: KVCacheSpec) -> KVLayout:
@@ -198,11 +200,13 @@ def initialize_kv_cache(
         )
     if states is not None:
         logger.info(
-            "states of recurrent layers: %d slots of %d bytes (%d layers), %d of them for snapshots; %d bytes",
+            "states of recurrent layers: %d slots of %d bytes (%d layers), %d of them for snapshots and %d for drafts; %d "
+            "bytes",
             config.num_state_slots,
             states.layout.slot_bytes,
             states.layout.num_layers,
             states.num_snapshots,
+            config.num_spare_slots,
             config.num_state_slots * states.layout.slot_bytes,
         )
     return config.num_blocks[0], 0

@@ -40,13 +40,15 @@ class StateStep:
     """The requests of one step: of each, its slot (0: none, its states are dropped), and its tokens.
 
     starts: computed tokens before the step. counts: tokens of the step, in the order of the batch. states: of all slots,
-    ``[num_slots, *shape]`` each, slot 1 first; None: there are no slots, and all states are dropped.
+    ``[num_slots, *shape]`` each, slot 1 first; None: there are no slots, and all states are dropped. drafted: the places of
+    the requests whose tokens behind the first one are drafts.
     """
 
     slots: Sequence[int]
     starts: Sequence[int]
     counts: Sequence[int]
     states: Mapping[StateKey, Tensor] | None
+    drafted: Sequence[int] = ()
 
 
 class _View:
@@ -126,6 +128,10 @@ class _Recording(_View):
         return self.found[key]
 
 
+_Compute = Callable[[Mapping[str, Any], _View, range], list[Any]]
+"""Arguments of a layer, the states of a request and a range of its tokens → outputs."""
+
+
 class RecurrentLayers:
     """All recurrent layers of one model. Replaces their ``forward``, and owns the running step.
 
@@ -139,6 +145,8 @@ class RecurrentLayers:
         self._examples: dict[StateKey, Tensor] = {}
         self.layers: set[int] = set()
         self._modules: list[Any] = []
+        # Of the last step: by the place of a request with drafts, what each layer computed of it.
+        self._drafted: dict[int, list[tuple[_Compute, dict[str, Any]]]] = {}
         for module in whole.modules():
             if _is_recurrent(module):
                 layer: Any = module
@@ -177,16 +185,33 @@ class RecurrentLayers:
     def during(self, step: StateStep) -> Iterator[None]:
         """Run the layers by ``step`` until the end of the block."""
         self._step = step
+        self._drafted = {place: [] for place in step.drafted}
         try:
             yield
         finally:
             self._step = None
+
+    def absorb_again(self, step: StateStep, place: int, num_tokens: int) -> None:
+        """Compute the states behind the first tokens of a request with drafts again, from those before ``step``.
+
+        The rest of the model is not computed: up to its first wrong draft, what a layer got was right. step: the last one.
+        """
+        find = self._finder(step.states, step.slots[place])
+        for compute, given in self._drafted[place]:
+            compute(given, _View(find, is_new=False), range(num_tokens))
 
     def _wrapped(self, module: nn.Module) -> Callable[..., Any]:
         original = module.forward
         signature = inspect.signature(original)
         cache = _cache_of(module)
         is_by_token = computes_by_token(module)
+
+        def compute(given: Mapping[str, Any], view: _View, tokens: range) -> list[Any]:
+            size = 1 if is_by_token else len(tokens)
+            return [
+                original(**_part_of(given, slice(at, min(at + size, tokens.stop))), **{cache: view})
+                for at in range(tokens.start, tokens.stop, size)
+            ]
 
         def forward(*arguments: Any, **named: Any) -> Any:
             step = self._step
@@ -198,11 +223,14 @@ class RecurrentLayers:
                 return original(**_part_of(given, slice(None)), **{cache: recording})
             outputs: list[Any] = []
             first = 0
-            for slot, computed, count in zip(step.slots, step.starts, step.counts, strict=True):
+            for place, (slot, computed, count) in enumerate(
+                zip(step.slots, step.starts, step.counts, strict=True)
+            ):
                 view = _View(self._finder(step.states, slot), is_new=computed == 0)
-                size = 1 if is_by_token else count
-                parts = [_part_of(given, slice(at, at + size)) for at in range(first, first + count, size)]
-                outputs += [original(**part, **{cache: view}) for part in parts]
+                if place in self._drafted:  # copies: the layers behind this one may change what it got
+                    own = _part_of(given, slice(first, first + count))
+                    self._drafted[place].append((compute, {name: each.clone() for name, each in own.items()}))
+                outputs += compute(given, view, range(first, first + count))
                 first += count
             return _joined(outputs)
 
@@ -228,7 +256,7 @@ def _cache_of(module: nn.Module) -> str:
     return next(name for name in _CACHES if name in parameters)
 
 
-def _part_of(given: Mapping[str, Any], tokens: slice) -> dict[str, Any]:
+def _part_of(given: Mapping[str, Any], tokens: slice) -> dict[str, Tensor]:
     """Return the arguments for some tokens of a packed batch ``[1, num_tokens, ...]``, without its masks."""
     size = given["hidden_states"].shape[:2]
     return {

@@ -65,7 +65,7 @@ class Driver:
         length = self.executor.model_info.max_model_len
         return {
             "workload": Workload(length, settings.max_num_batched_tokens, settings.max_num_seqs),
-            "states": StateNeeds(self.states, settings.block_size),
+            "states": StateNeeds(self.states, settings.block_size, has_drafts=settings.speculate != "none"),
         }
 
     def add(
@@ -74,18 +74,27 @@ class Driver:
         fields.setdefault("num_prompt_tokens", len(tokens))
         self.sequences[name] = Sequence(list(tokens), sampling=sampling or greedy(), **fields)
 
-    def step(self, counts: dict[str, int], finished: set[str] | None = None) -> ModelRunnerOutput:
-        """Run one step in which each named request computes that many tokens."""
+    def step(
+        self,
+        counts: dict[str, int],
+        finished: set[str] | None = None,
+        drafts: dict[str, list[int]] | None = None,
+    ) -> ModelRunnerOutput:
+        """Run one step in which each named request computes that many tokens, the last of which are its drafts."""
         scheduled = SchedulerOutput(
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
             finished_req_ids=finished or set(),
+            scheduled_spec_decode_tokens=drafts or {},
         )
         for name, count in counts.items():
             self.schedule(scheduled, name, self.sequences[name], count)
         output = self.executor.execute_model(scheduled)
         for name, sampled in zip(output.req_ids, output.sampled_token_ids, strict=True):
             self.sequences[name].tokens += sampled
+        for name, own in (drafts or {}).items():  # wrong ones are not computed
+            num_sampled = len(output.sampled_token_ids[output.req_id_to_index[name]])
+            self.sequences[name].num_computed -= 1 + len(own) - num_sampled
         return output
 
     def schedule(self, scheduled: SchedulerOutput, name: str, sequence: Sequence, count: int) -> None:

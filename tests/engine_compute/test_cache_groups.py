@@ -72,8 +72,13 @@ class GroupedDriver(Driver):
         sequence.is_known = True
         sequence.num_computed += count
 
-    def step(self, counts: dict[str, int], finished: set[str] | None = None) -> ModelRunnerOutput:
-        output = super().step(counts, finished)
+    def step(
+        self,
+        counts: dict[str, int],
+        finished: set[str] | None = None,
+        drafts: dict[str, list[int]] | None = None,
+    ) -> ModelRunnerOutput:
+        output = super().step(counts, finished, drafts)
         for name in counts:
             self.pools.free_behind(name, self.sequences[name].num_computed)
         self.pools.check_integrity()

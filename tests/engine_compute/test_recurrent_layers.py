@@ -52,9 +52,9 @@ class SlotDriver(Driver):
         self.memory: StateMemory = memory
         self.memory.clear(NOT_A_NUMBER)
 
-    def expected(self, folder: Path) -> dict[str, list[int]]:
+    def expected(self, folder: Path, num_tokens: int = NUM_TOKENS) -> dict[str, list[int]]:
         model = load_reference(folder)
-        return {name: reference_greedy(model, prompt, NUM_TOKENS) for name, prompt in PROMPTS.items()}
+        return {name: reference_greedy(model, prompt, num_tokens) for name, prompt in PROMPTS.items()}
 
 
 def test_uneven_chunks_beside_decodes_equal_generate(folder: Path) -> None:
@@ -71,6 +71,36 @@ def test_uneven_chunks_beside_decodes_equal_generate(folder: Path) -> None:
         driver.step({name: min(count, 1 + (number * 5 + ord(name)) % 9) for name, count in missing.items()})
     found = {name: driver.sequences[name].answer[:NUM_TOKENS] for name in names}
     assert found == driver.expected(folder)
+    driver.executor.shutdown()
+
+
+def test_wrong_drafts_leave_the_states_of_the_right_ones(folder: Path) -> None:
+    """Each step has drafts of another request, of which another number is right; all slots but the spare one are used."""
+    driver = SlotDriver(folder, block_size=4, speculate="ngram")
+    assert driver.memory.num_slots == len(PROMPTS) + 1
+    expected = driver.expected(folder, 40)
+    for name, prompt in PROMPTS.items():
+        driver.add(name, prompt)
+    driver.step({name: len(prompt) for name, prompt in PROMPTS.items()})
+    for number in range(16):
+        name = list(PROMPTS)[number % 4]
+        num_right = (number + number // 4) % 4
+        num_known = len(driver.sequences[name].answer)
+        drafts = expected[name][num_known : num_known + 3]
+        drafts[num_right:] = [(token + 1) % 256 for token in drafts[num_right:]]
+        driver.step({each: 1 + 3 * (each == name) for each in PROMPTS}, drafts={name: drafts})
+        assert len(driver.sequences[name].answer) == num_known + 1 + num_right
+    assert driver.generate(list(PROMPTS), 40) == expected
+    driver.executor.shutdown()
+
+
+def test_a_step_with_drafts_of_too_many_requests_is_refused(one_folder: Path) -> None:
+    driver = SlotDriver(one_folder, speculate="ngram")
+    for name in "ab":
+        driver.add(name, PROMPTS[name])
+    driver.step({name: len(PROMPTS[name]) for name in "ab"})
+    with pytest.raises(InternalError, match="drafts of 2 requests, and there are 1 spare slots of states"):
+        driver.step({"a": 2, "b": 2}, drafts={"a": [1], "b": [1]})
     driver.executor.shutdown()
 
 

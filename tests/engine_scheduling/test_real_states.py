@@ -147,7 +147,7 @@ def test_snapshots_have_slots_of_their_own(model: Path) -> None:
 def test_too_little_memory_names_all_numbers(model: Path) -> None:
     settings = EngineSettings(model=model, kv_cache_bytes=1000, **CRAMPED)
     with pytest.raises(
-        SettingError, match=r"there are 1000 bytes .* 2 requests and 0 snapshots need 2 slots of"
+        SettingError, match=r"there are 1000 bytes .* 2 requests, 0 snapshots and 0 drafts need 2 slots of"
     ):
         EngineCore(settings)
 

@@ -22,6 +22,7 @@ from engine.scheduling.blocks.state_slots import StateSlots
 from engine.scheduling.blocks.state_snapshots import StateSnapshots
 from engine.scheduling.requests.request import Request
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
+from tests.engine_scheduling.test_drafts import RecordedEngine
 from tests.engine_scheduling.test_state_machine import SchedulerMachine
 from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
 from tests.soak_settings import machine_settings, soaked
@@ -31,10 +32,11 @@ SIZE = 4
 STATES = StateLayout((StatePart(layer=0, name="recurrent", shape=(2,), dtype="float32"),))
 
 
-def config_of(num_blocks: int, num_slots: int, num_layers: int = 1) -> KVCacheConfig:
-    """Return an allocation of layers that keep all tokens, and of slots."""
+def config_of(num_blocks: int, num_slots: int, num_layers: int = 1, num_spares: int = 0) -> KVCacheConfig:
+    """Return an allocation of layers that keep all tokens, and of slots, those for snapshots and drafts included."""
     layout = KVLayout(num_layers=num_layers, num_kv_heads=1, head_dim=1, block_size=SIZE, dtype="float32")
-    return KVCacheConfig((num_blocks,), CacheLayout.of(layout, [None] * num_layers, STATES), num_slots)
+    cache = CacheLayout.of(layout, [None] * num_layers, STATES)
+    return KVCacheConfig((num_blocks,), cache, num_slots, num_spares)
 
 
 def engine_of(num_blocks: int, num_slots: int, **changes: Any) -> SteppedEngine:
@@ -47,11 +49,12 @@ class MachineOfStates(SchedulerMachine):
 
     has_connector = False
     num_slots = 2
+    num_spares = 0
 
     def __init__(self) -> None:
         super().__init__()
         changes = {**self.memory, **self.batching, **self.changes}
-        cache = config_of(14, self.num_slots)
+        cache = config_of(14, self.num_slots, num_spares=self.num_spares)
         self.engine = SteppedEngine(with_connector=False, cache=cache, max_num_seqs=3, **changes)
 
     def _fits(self, request: Request) -> bool:
@@ -151,11 +154,78 @@ def test_a_prefix_is_not_reused_without_its_state() -> None:
     assert engine.scheduler.totals.num_cached_tokens == 0
 
 
-def test_drafts_are_off_and_the_log_tells(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="engine.startup")
-    engine = engine_of(64, 4, speculate="ngram")
-    assert engine.scheduler.batcher.drafting is None
-    assert "no drafts: a state of recurrent layers cannot forget those that were wrong" in caplog.text
+def test_as_many_requests_have_drafts_as_there_are_spare_slots() -> None:
+    """The other two go on by one token a step, until one of these has ended."""
+    engine = RecordedEngine(
+        with_connector=False, cache=config_of(64, 6, num_spares=2), max_num_seqs=4, max_num_batched_tokens=64
+    )
+    prompts = {name: [index + 1] * 6 for index, name in enumerate("abcd")}
+    for name, prompt in prompts.items():
+        engine.add(fake_request(name, prompt, max_tokens=30))
+    engine.run()
+    for name, prompt in prompts.items():
+        assert engine.tokens(choice_key(name, 0, 0)) == fake_answer(prompt, 30)
+    numbers = {len(scheduled.scheduled_spec_decode_tokens) for scheduled, _ in engine.steps}
+    assert max(numbers) == 2
+    lengths = {len(sampled) for _, _, sampled in engine.drafted()}
+    assert lengths == {1, 2}, "drafts are right, or not"
+
+
+def test_drafts_end_where_a_snapshot_of_the_answer_is_due() -> None:
+    engine = RecordedEngine(
+        with_connector=False,
+        cache=config_of(128, 5, num_spares=1),
+        state_snapshots=2,
+        max_num_seqs=2,
+        max_num_batched_tokens=100,
+    )
+    prompt = [3] * 40
+    engine.add(fake_request("a", prompt, max_tokens=120))
+    engine.run()
+    assert any(sampled for _, _, sampled in engine.drafted())
+    answer = engine.tokens(choice_key("a", 0, 0))
+    assert answer == fake_answer(prompt, 120)
+    engine.add(fake_request("b", [*prompt, *answer], max_tokens=2))
+    engine.run()
+    assert engine.scheduler.totals.num_cached_tokens == 128
+
+
+def test_the_states_of_an_aborted_request_with_drafts_are_free() -> None:
+    engine = RecordedEngine(
+        with_connector=False, cache=config_of(64, 3, num_spares=1), max_num_seqs=2, max_num_batched_tokens=64
+    )
+    for name in "abc":
+        engine.add(fake_request(name, [5] * 6, max_tokens=40))
+    engine.step(8)
+    assert any(engine.drafted())
+    engine.scheduler.abort_request("a", None)
+    engine.run()
+    for name in "bc":
+        assert engine.tokens(choice_key(name, 0, 0)) == fake_answer([5] * 6, 40)
+    assert engine.scheduler.pools.usage == 0.0
+
+
+class MachineOfStatesWithDrafts(MachineOfStates):
+    """Two slots of requests, one for drafts, and one for a snapshot, of any block."""
+
+    num_slots = 4
+    num_spares = 1
+    changes: ClassVar[dict[str, Any]] = {
+        "speculate": "ngram",
+        "num_speculative_tokens": 5,
+        "state_snapshots": 1,
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        snapshots = self.engine.scheduler.pools.snapshots
+        assert snapshots is not None
+        snapshots.unit = 2 * SIZE
+
+
+TestStatesWithDrafts = MachineOfStatesWithDrafts.TestCase
+TestStatesWithDrafts.settings = machine_settings(30, 40)
+TestStatesWithDrafts.runTest = soaked(TestStatesWithDrafts.runTest)  # type: ignore[method-assign]
 
 
 def test_a_layout_of_states_alone_has_blocks_without_bytes() -> None:

@@ -104,6 +104,8 @@ class Drafting:
         self._pools = pools
         self._fair_steps = fair_steps
         self._most = options.num_speculative_tokens
+        # With states, each of a step has a spare slot.
+        self._most_requests = options.max_num_seqs if pools.states is None else pools.states.num_spares
         self._max_tokens = options.max_num_decode_tokens
         self._max_length = max_length
         self._totals = totals
@@ -122,12 +124,17 @@ class Drafting:
         entries = [entry for entry in plan.entries.values() if entry.request.drafts.token_ids]
         if not entries or not all(entry.request.is_decoding for entry in plan.entries.values()):
             return
+        num_left = self._most_requests
         for entry in entries:
-            self._add(plan, entry)
+            if num_left:
+                num_left -= self._add(plan, entry)
 
-    def _add(self, plan: StepPlan, entry: ScheduledRequest) -> None:
+    def _add(self, plan: StepPlan, entry: ScheduledRequest) -> bool:
+        """Return whether drafts were added."""
         request = entry.request
         drafts = request.drafts.token_ids[: max(0, min(plan.budget, _most_drafts(request, self._max_length)))]
+        if self._pools.snapshots is not None:
+            drafts = drafts[: self._pools.snapshots.most_drafts(request.num_computed_tokens)]
         # A token that ends the answer has nothing behind it to sample.
         ends = [place for place, token in enumerate(drafts) if token in request.stop_token_ids]
         drafts = drafts[: ends[0]] if ends else drafts
@@ -139,9 +146,10 @@ class Drafting:
         num_new = max(0, num_needed - self._pools.first.num_blocks_of(request.key))
         # What every running request may need for its next token stays free.
         if not drafts or not self._pools.can_allocate(num_new + len(self._queues.running.requests)):
-            return
+            return False
         entry.add_blocks(self._pools.allocate(request.key, num_new))
         plan.add_drafts(entry, drafts, bitmasks)
+        return True
 
     def request_drafts(self, plan: StepPlan, output: SchedulerOutput) -> None:
         """Set the drafts that the runner proposes behind the tokens of this step, and those that it compares only."""
@@ -203,7 +211,11 @@ class Drafting:
         slowest = self._fair_steps.max_slowdown_of_others * seconds
         num_tokens = float(num_requests)
         numbers: dict[str, int] = {}
-        for num_drafts, (chance, key) in enumerate(chances[: most_tokens - num_requests], 1):
+        num_drafts = 0
+        for chance, key in chances[: most_tokens - num_requests]:
+            if len(numbers) == self._most_requests and key not in numbers:
+                continue
+            num_drafts += 1
             longer = self.cost.seconds(num_requests + num_drafts)
             # The chances fall, and each draft costs the same: if one is worth nothing, no later one is.
             if chance < _LEAST_WORTH * num_tokens / seconds * (longer - seconds) or longer > slowest:

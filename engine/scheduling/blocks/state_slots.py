@@ -9,12 +9,14 @@ class StateSlots:
     """The one owner of slots: each is free, or held by one request, which no other shares.
 
     copies: (from, to) of slots to be copied, one after the other, before anything else is computed; not ordered yet.
-    snapshots: in further slots; None without any.
+    snapshots: in further slots; None without any. num_spares: slots behind all others, in which the runner keeps states
+    during a step with drafts: as many requests may have some.
     """
 
-    def __init__(self, num_slots: int, snapshots: StateSnapshots | None = None) -> None:
+    def __init__(self, num_slots: int, snapshots: StateSnapshots | None = None, num_spares: int = 0) -> None:
         self.num_slots = num_slots
         self.snapshots = snapshots
+        self.num_spares = num_spares
         self.copies: list[tuple[int, int]] = []
         self._free = list(range(num_slots, NO_SLOT, -1))
         self._slot_of: dict[str, int] = {}

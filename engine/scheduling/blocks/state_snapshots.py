@@ -40,6 +40,10 @@ class StateSnapshots:
         places = [(start // self._spacing + 1) * self._spacing, self._last_of_prompt(num_prompt_tokens)]
         return min([num_tokens, *(place - start for place in places if place > start)])
 
+    def most_drafts(self, num_computed: int) -> int:
+        """Return how many drafts a step behind ``num_computed`` tokens may have, not to pass the place of a snapshot."""
+        return self.unit - num_computed % self.unit - 1
+
     def is_due(self, num_tokens: int, num_prompt_tokens: int) -> bool:
         """Return whether a snapshot is taken behind so many tokens of a text."""
         if num_tokens == 0 or num_tokens % self.unit:

@@ -75,16 +75,14 @@ class FakeRunner:
     """Executes a SchedulerOutput as the real runner does, and asserts that it is consistent.
 
     num_mixed_steps: steps that computed prompts and continued answers. groups: the memory and the window of
-    each group of layers, the first of which is ``memory``; empty: one group. has_states: each request has a slot, whose
-    state depends on all tokens that it has absorbed, and on nothing else.
+    each group of layers, the first of which is ``memory``; empty: one group. states: of all slots.
     """
 
     def __init__(
         self,
         memory: FakeMemory,
         groups: Sequence[tuple[FakeMemory, int | None]] = (),
-        *,
-        has_states: bool = False,
+        states: FakeStates | None = None,
     ) -> None:
         self.memory = memory
         self._groups = groups or [(memory, None)]
@@ -95,7 +93,7 @@ class FakeRunner:
         self.batch_sizes: list[int] = []
         self.num_mixed_steps = 0
         self._sequences: dict[str, FakeSequence] = {}
-        self._states = FakeStates() if has_states else None
+        self._states = states
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step: forward pass, then the connector's orders, then its completions."""
@@ -146,8 +144,8 @@ class FakeRunner:
     def _copy(self, copies: Sequence[list[tuple[int, int]]]) -> None:
         for (memory, _), pairs in zip(self._groups, copies, strict=False):
             memory.copy_blocks(pairs)
-        if self._states is not None and copies:
-            self._states.copy(copies[-1])
+        if self._states is not None:
+            self._states.begin(copies[-1] if copies else ())
 
     def _is_decode(self, key: str, start: int) -> bool | None:
         """Return whether a step continues an answer; None if it may also be the end of a prompt, or of a replayed answer."""
@@ -240,6 +238,8 @@ class FakeRunner:
     ) -> list[int]:
         """Write the KV of all drafts, as a step does, and return the tokens behind the right ones."""
         sequence = self._sequences[key]
+        if drafts and self._states is not None:
+            self._states.note_drafts(sequence.tables[-1])
         codes = [*sequence.codes[:start], *prefix_codes([*sequence.token_ids[:start], *drafts])[start:]]
         for (memory, _), table in zip(self._groups, sequence.tables, strict=self._states is None):
             memory.write(table, codes, start, start + len(drafts))
@@ -247,6 +247,8 @@ class FakeRunner:
         for place, draft in enumerate(drafts, 1):
             if draft != (kept[-1] if kept else sampled):
                 break
+            if self._states is not None:
+                self._states.absorb(sequence.tables[-1], sequence.codes, start + place - 1, start + place)
             token = fake_token(sequence.codes[-1], scheduled.bitmask_of(key, place))
             sequence.append(token)
             kept.append(token)
@@ -328,7 +330,7 @@ class FakeExecutor:
         self.memory = memories[0]
         self.memory.others = memories[1:]
         groups = list(zip(memories, windows, strict=True))
-        self.runner = FakeRunner(self.memory, groups, has_states=self.model_info.states is not None)
+        self.runner = FakeRunner(self.memory, groups, states=FakeStates.of(config) if config else None)
         self.tiers: list[FakeTierStorage] = []
         self.is_shut_down = False
         self.runs_ahead = False

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
+from engine.kv_cache.startup import KVCacheConfig
 from tests.fakes.engine.memory import prefix_codes
 
 
@@ -32,10 +33,32 @@ class FakeSequence:
 
 
 class FakeStates:
-    """By slot: the number of absorbed tokens, and the code of the last one. Every misuse of a slot is detected."""
+    """By slot: the number of absorbed tokens, and the code of the last one. Every misuse of a slot is detected.
 
-    def __init__(self) -> None:
+    spares: the slots for states before drafts, as many as requests may have drafts in a step.
+    """
+
+    def __init__(self, spares: Sequence[int] = ()) -> None:
         self._states: dict[int, tuple[int, int]] = {}
+        self._spares = spares
+        self._num_drafted = 0
+
+    @classmethod
+    def of(cls, config: KVCacheConfig) -> "FakeStates | None":
+        """Return the slots of an allocation; None without any."""
+        end = config.num_state_slots + 1
+        return cls(range(end - config.num_spare_slots, end)) if config.cache.states else None
+
+    def begin(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Begin a step, which copies these slots before."""
+        self.copy(pairs)
+        self._num_drafted = 0
+
+    def note_drafts(self, table: Sequence[int]) -> None:
+        """Keep what a request with drafts has absorbed in a spare slot, which must be no other request's."""
+        assert self._num_drafted < len(self._spares), "a step has drafts of too many requests"
+        self.copy([(table[0], self._spares[self._num_drafted])])
+        self._num_drafted += 1
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy slots, (from, to), one after the other."""
