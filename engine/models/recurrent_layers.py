@@ -2,8 +2,8 @@
 
 Such a layer reads and replaces states by the interface of transformers' caches (``get_conv_state``,
 ``update_recurrent_state``, ...). It would mix the texts of a packed batch, so it is run once for each request, over a view
-of that request's slot. At position 0 there is no state for it, as at the start of a text: what is in the slot is never
-read.
+of that request's slot. Requests that continue by one token each are run together, as a batch of texts: the weights are
+read once. At position 0 there is no state for it, as at the start of a text: what is in the slot is never read.
 
 The layers of Mamba 1 do not pass a state that exists to their scan of several tokens. They compute one token at a time.
 """
@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -128,6 +129,53 @@ class _Recording(_View):
         return self.found[key]
 
 
+class _Together:
+    """The requests of a step that continue by one token each, which a layer computes at once, as a batch of texts.
+
+    places: theirs, by slot. tokens: of the packed batch, in that order.
+    """
+
+    def __init__(
+        self, step: StateStep, places: Sequence[int], slots: Sequence[int], states: Mapping[StateKey, Tensor]
+    ) -> None:
+        self.places = places
+        firsts = [0, *accumulate(step.counts)]
+        device = next(iter(states.values())).device
+        self.tokens = torch.tensor([firsts[place] for place in places], device=device)
+        self._states = states
+        # Those in a row need no copies.
+        self._row = slice(slots[0] - 1, slots[-1]) if slots[-1] - slots[0] == len(slots) - 1 else None
+        self._indices = torch.tensor(slots, device=device) - 1
+        self._found: dict[StateKey, Tensor] = {}
+
+    @classmethod
+    def of(cls, step: StateStep) -> "_Together | None":
+        """Return the requests of a step that are computed together; None for less than two."""
+        of_step = enumerate(zip(step.slots, step.starts, step.counts, strict=True))
+        found = sorted(
+            (slot, place)
+            for place, (slot, start, count) in of_step
+            if slot != NO_SLOT and start and count == 1
+        )
+        if step.states is None or len(found) < 2:
+            return None
+        return cls(step, [place for _, place in found], [slot for slot, _ in found], step.states)
+
+    def find(self, key: StateKey) -> Tensor:
+        """Return the states ``[num_requests, *shape]`` of all these requests, which ``write_back`` writes."""
+        if self._row is not None:
+            return self._states[key][self._row]
+        if key not in self._found:
+            self._found[key] = self._states[key].index_select(0, self._indices)
+        return self._found[key]
+
+    def write_back(self) -> None:
+        """Write what one layer has changed into the slots."""
+        for key, state in self._found.items():
+            self._states[key].index_copy_(0, self._indices, state)
+        self._found.clear()
+
+
 _Compute = Callable[[Mapping[str, Any], _View, range], list[Any]]
 """Arguments of a layer, the states of a request and a range of its tokens → outputs."""
 
@@ -142,6 +190,7 @@ class RecurrentLayers:
         self.layout: StateLayout | None = None
         self._recording: _Recording | None = None
         self._step: StateStep | None = None
+        self._together: _Together | None = None
         self._examples: dict[StateKey, Tensor] = {}
         self.layers: set[int] = set()
         self._modules: list[Any] = []
@@ -185,6 +234,7 @@ class RecurrentLayers:
     def during(self, step: StateStep) -> Iterator[None]:
         """Run the layers by ``step`` until the end of the block."""
         self._step = step
+        self._together = _Together.of(step)
         self._drafted = {place: [] for place in step.drafted}
         try:
             yield
@@ -221,18 +271,29 @@ class RecurrentLayers:
             given = signature.bind(*arguments, **named).arguments
             if step is None:
                 return original(**_part_of(given, slice(None)), **{cache: recording})
-            outputs: list[Any] = []
+            outputs: dict[int, Any] = {}
+            if (together := self._together) is not None:
+                part = _part_of(given, slice(None))
+                batch = {
+                    name: each.index_select(1, together.tokens).transpose(0, 1) for name, each in part.items()
+                }
+                whole = original(**batch, **{cache: _View(together.find, is_new=False)})
+                together.write_back()
+                outputs = {place: _text_of(whole, row) for row, place in enumerate(together.places)}
             first = 0
             for place, (slot, computed, count) in enumerate(
                 zip(step.slots, step.starts, step.counts, strict=True)
             ):
+                if place in outputs:
+                    first += count
+                    continue
                 view = _View(self._finder(step.states, slot), is_new=computed == 0)
                 if place in self._drafted:  # copies: the layers behind this one may change what it got
                     own = _part_of(given, slice(first, first + count))
                     self._drafted[place].append((compute, {name: each.clone() for name, each in own.items()}))
-                outputs += compute(given, view, range(first, first + count))
+                outputs[place] = _joined(compute(given, view, range(first, first + count)))
                 first += count
-            return _joined(outputs)
+            return _joined([outputs[place] for place in range(len(step.slots))])
 
         return forward
 
@@ -264,6 +325,13 @@ def _part_of(given: Mapping[str, Any], tokens: slice) -> dict[str, Tensor]:
         for name, value in given.items()
         if isinstance(value, Tensor) and value.shape[:2] == size and not name.endswith("mask")
     }
+
+
+def _text_of(whole: Any, row: int) -> Any:
+    """Return the output of one text of a batch."""
+    return (
+        tuple([each[row : row + 1] for each in whole]) if isinstance(whole, tuple) else whole[row : row + 1]
+    )
 
 
 def _joined(outputs: list[Any]) -> Any:

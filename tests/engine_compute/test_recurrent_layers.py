@@ -1,6 +1,6 @@
 """Recurrent layers over slots of states: any chunks beside any others give transformers' own tokens, in any slot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ PROMPTS = {"a": [7], "b": [3, 1, 4, 1, 5], "c": [*SHARED, *range(60, 81)], "d": 
 FAMILIES = ("lfm2", "qwen3_5_text", "mamba2", "jamba")
 """Short convolutions, gated delta nets, Mamba 2 without attention, Mamba 1."""
 NUM_TOKENS = 8
+LAYERS = ("Mixer", "GatedDeltaNet", "ShortConv")
 _STATE = StateLayout((StatePart(layer=0, name="recurrent", shape=(3,), dtype="float32"),))
 
 
@@ -52,6 +53,13 @@ class SlotDriver(Driver):
         self.memory: StateMemory = memory
         self.memory.clear(NOT_A_NUMBER)
 
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return self.runner._model.loaded.model.modules()
+
+    def states_of(self, name: str) -> list[torch.Tensor]:
+        """Return copies of what the slot of a request holds."""
+        return [state[self._slots[name] - 1].clone() for state in self.memory.states.values()]
+
     def expected(self, folder: Path, num_tokens: int = NUM_TOKENS) -> dict[str, list[int]]:
         model = load_reference(folder)
         return {name: reference_greedy(model, prompt, num_tokens) for name, prompt in PROMPTS.items()}
@@ -71,6 +79,29 @@ def test_uneven_chunks_beside_decodes_equal_generate(folder: Path) -> None:
         driver.step({name: min(count, 1 + (number * 5 + ord(name)) % 9) for name, count in missing.items()})
     found = {name: driver.sequences[name].answer[:NUM_TOKENS] for name in names}
     assert found == driver.expected(folder)
+    driver.executor.shutdown()
+
+
+def test_requests_that_continue_are_one_call_of_a_layer(folder: Path) -> None:
+    """Their order is not that of their slots, and one of these between theirs is that of a request that waits."""
+    driver = SlotDriver(folder)
+    expected = driver.expected(folder)
+    for name, prompt in PROMPTS.items():
+        driver.add(name, prompt)
+        driver.step({name: len(prompt)})
+    sizes: list[int] = []
+    layer = next(module for module in driver.modules() if type(module).__name__.endswith(LAYERS))
+    projection = next(module for module in layer.modules() if isinstance(module, torch.nn.Linear))
+    hook = projection.register_forward_hook(lambda _, given, __: sizes.append(len(given[0])))
+    for names in ("cab", "dca", "dcba", "ba"):
+        waiting = {name: driver.states_of(name) for name in PROMPTS if name not in names}
+        driver.step(dict.fromkeys(names, 1))
+        assert sizes == [len(names)]
+        sizes.clear()
+        for name, before in waiting.items():
+            assert all(map(torch.equal, before, driver.states_of(name)))
+    hook.remove()
+    assert driver.generate(list(PROMPTS), NUM_TOKENS) == expected
     driver.executor.shutdown()
 
 
@@ -227,7 +258,7 @@ def test_mamba_1_computes_one_token_at_a_time() -> None:
         family: {
             computes_by_token(module)
             for module in make_tiny(family).modules()
-            if type(module).__name__.endswith(("Mixer", "GatedDeltaNet", "ShortConv"))
+            if type(module).__name__.endswith(LAYERS)
         }
         for family in ("mamba", "jamba", "mamba2", "qwen3_5_text", "lfm2")
     }

@@ -154,21 +154,27 @@ def test_a_prefix_is_not_reused_without_its_state() -> None:
     assert engine.scheduler.totals.num_cached_tokens == 0
 
 
-def test_as_many_requests_have_drafts_as_there_are_spare_slots() -> None:
-    """The other two go on by one token a step, until one of these has ended."""
+@pytest.mark.parametrize("policy", ["chunked-prefill", "prefill-first"])
+def test_as_many_requests_have_drafts_as_there_are_spare_slots(policy: str) -> None:
+    """The others go on by one token a step. Those that a step of prompts leaves out keep their drafts for the next one."""
     engine = RecordedEngine(
-        with_connector=False, cache=config_of(64, 6, num_spares=2), max_num_seqs=4, max_num_batched_tokens=64
+        with_connector=False,
+        cache=config_of(64, 6, num_spares=2),
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        scheduling_policy=policy,
     )
     prompts = {name: [index + 1] * 6 for index, name in enumerate("abcd")}
     for name, prompt in prompts.items():
         engine.add(fake_request(name, prompt, max_tokens=30))
+        engine.step(3)
     engine.run()
     for name, prompt in prompts.items():
         assert engine.tokens(choice_key(name, 0, 0)) == fake_answer(prompt, 30)
     numbers = {len(scheduled.scheduled_spec_decode_tokens) for scheduled, _ in engine.steps}
     assert max(numbers) == 2
     lengths = {len(sampled) for _, _, sampled in engine.drafted()}
-    assert lengths == {1, 2}, "drafts are right, or not"
+    assert {1, 2} <= lengths, "drafts are right, or not"
 
 
 def test_drafts_end_where_a_snapshot_of_the_answer_is_due() -> None:
