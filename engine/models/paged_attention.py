@@ -5,6 +5,7 @@ once per process: under SERVING a layer attends through the running step; under 
 recorded. ``attach`` stores the object that does either as the attribute ``paged_attention`` of each layer's module.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from contract.errors import InternalError
 from contract.layout import JOINED, KEY_VALUE, LATENT
 from engine.attention.backend import LayerShape, Steps, step_of
 from engine.connector import LayerWatch
+from engine.models.attention_methods import replace_methods
 from engine.models.config import KVShape, ModelShape, unserved
 from engine.models.latent_attention import LatentProjection, find_latent
 from engine.models.recurrent_layers import RecurrentLayers
@@ -71,9 +73,14 @@ def register() -> None:
 
 def attach(model: nn.Module, answer: "PagedAttention | Survey") -> None:
     """Make every layer of ``model`` use ``answer`` from now on."""
-    for module in model.modules():
+    replace_methods(model, _attend, (SERVING, ASKING))
+    module: Any
+    for name, module in model.named_modules():
         if hasattr(module, "layer_idx"):
             setattr(module, _ATTRIBUTE, answer)
+            # Layers that share their weights (Zamba 2) are built without their numbers.
+            if module.layer_idx == -1 and (number := re.search(r"\.(\d+)\.", name)):
+                module.layer_idx = int(number[1])
 
 
 @dataclass(frozen=True)

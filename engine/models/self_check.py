@@ -20,6 +20,7 @@ from engine.attention.backend import create_backend
 from engine.compute.batch import InputBatch
 from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.kv_cache.state_memory import StateMemory
+from engine.models.attention_methods import choose_attention
 from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
@@ -53,7 +54,7 @@ class Reference:
         prompts = tuple(
             torch.randint(vocab_size, (length,), generator=generator).tolist() for length in _LENGTHS
         )
-        whole.set_attn_implementation("eager")
+        choose_attention(whole, "eager")
         logits = tuple(
             whole(input_ids=torch.tensor([prompt], device=device), use_cache=False).logits[0]
             for prompt in prompts

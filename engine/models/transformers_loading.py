@@ -21,6 +21,7 @@ from transformers.utils.generic import ModelOutput
 from contract.errors import SettingError
 from engine.attention.backend import Steps
 from engine.connector import LayerWatch
+from engine.models.attention_methods import choose_attention
 from engine.models.checkpoint import Weights
 from engine.models.config import ModelShape, RawConfig, unserved
 from engine.models.language_model import LanguageModel
@@ -63,8 +64,8 @@ class TransformersModel(LanguageModel):
         if recurrent.layout is not None:
             self.recurrent = recurrent
         self.special_attention = survey.special_attention
-        whole.set_attn_implementation(SERVING)
         attach(whole, self._attention)
+        choose_attention(whole, SERVING)
         for module in list(whole.modules()):
             if (latent := find_latent(module)) is not None:
                 module.kv_b_proj = latent
@@ -171,7 +172,7 @@ class TransformersCheckpoint:
                 tokens = torch.zeros((1, 2), dtype=torch.long, device=device)
                 vocab_size = whole(input_ids=tokens, use_cache=False).logits.shape[-1]
                 attach(whole, survey)
-                whole.set_attn_implementation(ASKING)
+                choose_attention(whole, ASKING)
                 recurrent = RecurrentLayers(whole)
                 with recurrent.survey():
                     # The decoder alone, as in each step: masks of a whole may depend on its images.

@@ -32,7 +32,8 @@ from engine.models.transformers_types import (
     TRIED,
 )
 
-_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+# Attention that can be replaced: by transformers' registry, in which ours is, or by a method.
+_REPLACEABLE = ("ALL_ATTENTION_FUNCTIONS", "self._attn(query, key, value, attention_mask)")
 _TRANSPOSED = "Conv1D("
 _UNREAD = re.compile(r"_keys_to_ignore_on_load_unexpected = (\[.*?\])\n", re.DOTALL)
 # The class of parts for images that other packages compute: the module and the name of each.
@@ -260,10 +261,9 @@ def _reason_in_code(config: Any) -> str | None:
     texts = _code_of(config)
     if getattr(config, "quantization_config", None) and any(_TRANSPOSED in text for text in texts):
         return "quantised layers that keep inputs before outputs (Conv1D) are not served"
-    # Its attention must come from transformers' registry, in which ours is.
     if not _num_attending(config):
         return None
-    return None if any(_REGISTRY in text for text in texts) else OTHER_ATTENTION
+    return None if any(name in text for text in texts for name in _REPLACEABLE) else OTHER_ATTENTION
 
 
 def _why_latents_differ(config: Any) -> str | None:

@@ -1,9 +1,14 @@
 """Families of transformers: the table in docs/models.md is true."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from engine.models.loading import load
 from engine.models.transformers_types import TRIED
 from tests.chaos.settings import chaos_rng
+from tests.checkpoints import write_checkpoint
 from tests.families.survey import (
     EQUAL,
     NOT_TRIED,
@@ -14,7 +19,7 @@ from tests.families.survey import (
     read_outcomes,
     table_of,
 )
-from tests.families.tiny_models import families, is_text_decoder
+from tests.families.tiny_models import families, is_text_decoder, make_tiny
 from tests.soak_settings import soak_factor
 
 
@@ -43,9 +48,24 @@ def test_each_family_that_is_equal_is_known_to_the_check() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_head_that_is_called_a_decoder_is_none() -> None:
-    """The decoder of ModernBERT is another part."""
-    assert outcome("modernbert-decoder") == read_outcomes()["modernbert-decoder"]
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("gptj", id="attention in a method"),
+        pytest.param("modernbert-decoder", id="a head that is called decoder"),
+        pytest.param("zamba2", id="layers without numbers"),
+    ],
+)
+def test_models_that_are_built_otherwise_are_equal(family: str) -> None:
+    found = outcome(family)
+    assert found.verdict == EQUAL
+    assert found == read_outcomes()[family]
+
+
+def test_queries_that_are_rotated_in_float32_are_served_in_16_bits(tmp_path: Path) -> None:
+    """CodeGen does so; the cache has the dtype of the values."""
+    write_checkpoint(tmp_path, make_tiny("codegen"), 3)
+    assert load(tmp_path, "bfloat16", None, torch.device("cpu")).config.num_layers == 4
 
 
 @pytest.mark.slow

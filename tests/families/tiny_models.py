@@ -152,6 +152,7 @@ _OF_FAMILY: Mapping[str, dict[str, Any]] = {
     "llama4": {
         "vision_config": {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
     },
+    **{family: {"rotary_dim": 8} for family in ("codegen", "gptj")},
     "dots1": {"n_shared_experts": 1},
     **{
         family: {
