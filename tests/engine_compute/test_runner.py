@@ -374,6 +374,7 @@ def test_transformers_is_imported_only_for_its_own_models() -> None:
     importing = [file for file in files if re.search(r"(?m)^\s*(import|from) transformers", file.read_text())]
     assert {file.stem for file in importing} == {
         "paged_attention",
+        "states_program",
         "transformers_loading",
         "transformers_rules",
     }
