@@ -177,19 +177,7 @@ class DecoderConfig(ModelShape):
 
     def check_spread(self, num_ranks: int) -> None:
         """Raise SettingError if the experts cannot be spread over this many data-parallel ranks."""
-        if num_ranks == 1:
-            return
-        if self.experts is None or not self.sparse_layers:
-            raise SettingError(
-                f"data_parallel_size is {num_ranks}, and the model has no experts to spread over the ranks: "
-                "run more workers instead, which need not step together",
-                param="data_parallel_size",
-            )
-        if num_ranks > self.experts.num:
-            raise SettingError(
-                f"data_parallel_size is {num_ranks}, and the model has {self.experts.num} experts; each rank needs one",
-                param="data_parallel_size",
-            )
+        check_spread(self.experts.num if self.experts is not None and self.sparse_layers else 0, num_ranks)
 
     def __post_init__(self) -> None:
         """Raise SettingError if the numbers cannot describe a decoder."""
@@ -205,6 +193,23 @@ class DecoderConfig(ModelShape):
 def bad_config(what: str) -> SettingError:
     """Make the error for a config.json that cannot be served."""
     return SettingError(f"the model's config.json: {what}", param="model")
+
+
+def check_spread(num_experts: int, num_ranks: int) -> None:
+    """Raise SettingError if the experts of each layer cannot be spread over this many data-parallel ranks."""
+    if num_ranks == 1:
+        return
+    if not num_experts:
+        raise SettingError(
+            f"data_parallel_size is {num_ranks}, and the model has no experts to spread over the ranks: "
+            "run more workers instead, which need not step together",
+            param="data_parallel_size",
+        )
+    if num_ranks > num_experts:
+        raise SettingError(
+            f"data_parallel_size is {num_ranks}, and the model has {num_experts} experts; each rank needs one",
+            param="data_parallel_size",
+        )
 
 
 def unserved(architecture: str, reason: str) -> SettingError:

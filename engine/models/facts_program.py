@@ -52,6 +52,7 @@ def _read(folder: Path) -> dict[str, Any]:
         "kv_shape": facts.kv_shape,
         "has_states": facts.has_states,
         "windows": facts.windows,
+        "num_experts": facts.num_experts,
         "unread": facts.unread,
     }
 

@@ -27,7 +27,7 @@ from engine.models.experts import SparseMLP, TokenExchange
 from engine.models.language_model import LanguageModel
 from engine.models.load_progress import LoadProgress
 from engine.models.registry import architecture_name, find_architecture
-from engine.models.served import model_length, plan_own, refuse_ranks, refuse_spreading, text_part
+from engine.models.served import model_length, plan_own, refuse_ranks, text_part
 from engine.models.sharding import Part, config_of_rank, part_of
 from engine.quantisation.stored import QuantisedCheckpoint, open_weights, read_scheme
 
@@ -110,9 +110,8 @@ def load(
     check_counts(raw, len(checkpoint.names()))
     architecture = find_architecture(raw)
     if architecture is None:
-        refuse_spreading(raw, 1 if exchange is None else exchange.size)
         return _load_from_transformers(
-            folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len, device, group
+            folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len, device, group, exchange
         )
     plan = plan_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
     plan.config.check_spread(1 if exchange is None else exchange.size)
@@ -169,6 +168,7 @@ def _load_from_transformers(
     max_model_len: int | None,
     device: torch.device,
     group: RankGroup,
+    exchange: TokenExchange | None,
 ) -> LoadedModel:
     from engine.models.transformers_loading import TransformersCheckpoint
 
@@ -176,14 +176,15 @@ def _load_from_transformers(
     refuse_ranks(raw, group.size)
     part = text_part(raw)
     scheme = read_scheme(part)
-    found = TransformersCheckpoint(folder, raw, architecture)
+    found = TransformersCheckpoint(folder, raw, architecture, 1 if exchange is None else exchange.size)
     weights, name = open_weights(checkpoint, scheme, part, dtype)
     kv_dtype = resolve_kv_dtype(kv_cache_dtype, name)
     length = model_length(max_model_len, found.num_positions, found.max_positions)
-    model, shape = found.load(DTYPES[name], device, length, None if weights is checkpoint else weights)
+    dequantised = None if weights is checkpoint else weights
+    model, shape = found.load(DTYPES[name], device, length, dequantised, exchange)
     angles = found.angles(length)
     info = _info(folder, part, shape, length, name, kv_dtype, True, name, angles)
-    return LoadedModel(model, shape, info, facts=describe_model(folder))
+    return LoadedModel(model, shape, info, exchange=exchange, facts=describe_model(folder))
 
 
 def _info(

@@ -27,7 +27,7 @@ from engine.models.checkpoint import (
     check_tensors,
     read_config,
 )
-from engine.models.config import DecoderConfig, Head, RawConfig, bad_config, check_counts
+from engine.models.config import DecoderConfig, Head, RawConfig, bad_config, check_counts, check_spread
 from engine.models.registry import Architecture, architecture_name, find_architecture
 from engine.options import KVCacheOptions
 from engine.quantisation.stored import AnyScheme, describe_weights, open_weights, read_scheme
@@ -122,8 +122,9 @@ def examine(
     architecture = find_architecture(raw)
     if architecture is None:
         refuse_ranks(raw, num_ranks)
-        refuse_spreading(raw, data_parallel_size)
-        served = _examine_transformers(folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len)
+        served = _examine_transformers(
+            folder, raw, checkpoint, dtype, kv_cache_dtype, max_model_len, data_parallel_size
+        )
         return _with_states(folder, served) if finds_states and served.has_states else served
     architecture.read_config(raw).check_spread(data_parallel_size)
     return _examine_own(folder, raw, architecture, checkpoint, dtype, kv_cache_dtype, max_model_len)
@@ -165,16 +166,6 @@ def refuse_ranks(raw: RawConfig, num_ranks: int) -> None:
         raise SettingError(
             f"tensor_parallel_size is {num_ranks}; {architecture_name(raw)} is computed by transformers, on one rank alone",
             param="tensor_parallel_size",
-        )
-
-
-def refuse_spreading(raw: RawConfig, num_ranks: int) -> None:
-    """Raise SettingError for data-parallel ranks of a model that transformers computes."""
-    if num_ranks > 1:
-        raise SettingError(
-            f"data_parallel_size is {num_ranks}; {architecture_name(raw)} is computed by transformers, whose experts "
-            "are not spread over ranks",
-            param="data_parallel_size",
         )
 
 
@@ -236,12 +227,14 @@ def _examine_transformers(
     dtype: str,
     kv_cache_dtype: str,
     max_model_len: int | None,
+    data_parallel_size: int,
 ) -> Served:
     weights: Weights | None = None
     part = text_part(raw)
     # The order of the loader: what the configuration refuses is refused before the headers of a hundred files are read.
     scheme = read_scheme(part)
     facts = _answer(folder, _PROGRAM)
+    check_spread(facts["num_experts"], data_parallel_size)
     if checkpoint is None:
         name = _named_dtype(dtype, part)
     else:
@@ -250,6 +243,7 @@ def _examine_transformers(
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     length = model_length(max_model_len, facts["num_positions"], facts["max_positions"])
     num_numbers = None
+    num_of_experts = 0
     if weights is not None:
         names = {each for each in weights.names() if not weights.is_spare(each)}
         if facts["is_composite"]:
@@ -258,6 +252,7 @@ def _examine_transformers(
             unread = re.compile("|".join(facts["unread"]))
             names = {each for each in names if not unread.search(each)}
         num_numbers = sum(prod(weights.shape(each)) for each in names)
+        num_of_experts = sum(prod(weights.shape(each)) for each in names if _EXPERTS in each)
     return Served(
         architecture=str(architecture_name(raw)),
         is_own=False,
@@ -266,6 +261,7 @@ def _examine_transformers(
         kv_dtype=kv_dtype,
         quantisation=describe_weights(scheme, name, is_own=False),
         num_weight_bytes=_bytes(num_numbers, name),
+        num_expert_bytes=_bytes(num_of_experts, name) or 0,
         cache=_cache(shape, kv_dtype, facts["windows"], length),
         max_model_len=length,
         has_weights=checkpoint is not None,

@@ -23,7 +23,8 @@ from engine.attention.backend import Steps
 from engine.connector import LayerWatch
 from engine.models.attention_methods import choose_attention
 from engine.models.checkpoint import Weights
-from engine.models.config import ModelShape, RawConfig, unserved
+from engine.models.config import ModelShape, RawConfig, check_spread, unserved
+from engine.models.experts import TokenExchange
 from engine.models.language_model import LanguageModel
 from engine.models.latent_attention import find_latent
 from engine.models.load_progress import has_terminal
@@ -39,6 +40,7 @@ from engine.models.paged_attention import (
 )
 from engine.models.recurrent_layers import RecurrentLayers
 from engine.models.self_check import Reference, difference, tolerance
+from engine.models.spread_experts import spread
 from engine.models.transformers_rules import angles, read_facts, refusing
 
 logger = logging.getLogger(__name__)
@@ -133,13 +135,15 @@ class _GivenStates(nn.Module):
 class TransformersCheckpoint:
     """A folder that transformers can read and whose configuration can be served.
 
-    num_positions, max_positions: see ``TransformersFacts``. Raises SettingError.
+    num_ranks: data-parallel ones, over which its experts are spread. num_positions, max_positions: see
+    ``TransformersFacts``. Raises SettingError.
     """
 
-    def __init__(self, folder: Path, raw: RawConfig, architecture: str) -> None:
+    def __init__(self, folder: Path, raw: RawConfig, architecture: str, num_ranks: int = 1) -> None:
         self._folder = folder
         self._architecture = architecture
         facts = read_facts(folder, raw)
+        check_spread(facts.num_experts, num_ranks)
         self._facts = facts
         self.num_positions = facts.num_positions
         self.max_positions = facts.max_positions
@@ -149,11 +153,17 @@ class TransformersCheckpoint:
         return angles(self._facts.text, length)
 
     def load(
-        self, dtype: torch.dtype, device: torch.device, length: int, dequantised: Weights | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        length: int,
+        dequantised: Weights | None = None,
+        exchange: TokenExchange | None = None,
     ) -> tuple[TransformersModel, ModelShape]:
         """Load the weights onto ``device`` and check the model. length: its longest context.
 
-        dequantised: the weights, if transformers must not read the files itself. Raises SettingError.
+        dequantised: the weights, if transformers must not read the files itself. exchange: the ranks over which the experts
+        are spread; all of them load at the same time. Raises SettingError.
         """
         register()
         with refusing(self._architecture, ASKING, AskedMask.__name__):
@@ -180,6 +190,8 @@ class TransformersCheckpoint:
                 shape = survey.result(text.num_hidden_layers, vocab_size, self.max_positions, recurrent)
                 # Before ``TransformersModel`` takes the decoder out of ``whole``.
                 reference = Reference.of(whole, shape.vocab_size, device)
+                if exchange is not None:
+                    spread(whole, exchange, self._architecture)
                 model = TransformersModel(whole, survey, recurrent, self._facts.is_composite).eval()
                 found = difference(model, shape, dtype, reference)
         allowed = tolerance(dtype)

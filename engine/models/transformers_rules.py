@@ -60,6 +60,7 @@ _STATELESS_LAYERS = frozenset({"mlp", "moe"})
 # The longest context of a model without positions: by default, and by a setting.
 _WITHOUT_POSITIONS = (LENGTH_WITHOUT_POSITIONS, 2**20)
 _SENSES = frozenset({"audio_config", "vision_config"})
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 
 
@@ -95,6 +96,12 @@ class TransformersFacts:
         """Return patterns of the names of tensors that transformers does not read, such as those of draft layers."""
         codes = {code for each in (self.config, self.text) for code in _code_of(each)}
         return sorted({name for code in codes for found in _UNREAD.findall(code) for name in _strings(found)})
+
+    @property
+    def num_experts(self) -> int:
+        """Return the number of experts of a layer; 0 without."""
+        found = (getattr(self.text, name, None) for name in _NUMBERS_OF_EXPERTS)
+        return next((number for number in found if isinstance(number, int)), 0)
 
     @property
     def is_composite(self) -> bool:

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from contract.errors import SettingError
 from contract.requests import EngineRequest
@@ -18,8 +20,9 @@ from data_parallel.gate import join_group
 from data_parallel.options import GroupPlan
 from engine.client import ProcessClient
 from engine.settings import EngineSettings
-from tests.checkpoints import load_reference, make_foreign_checkpoint, reference_greedy
+from tests.checkpoints import load_reference, make_foreign_checkpoint, reference_greedy, write_checkpoint
 from tests.data_parallel.group import SECRET, free_port
+from tests.families.tiny_models import make_tiny
 
 NUM_TOKENS = 12
 PROMPTS = [[7], [3, 1, 4, 1, 5], [(37 * i + 11) % 256 for i in range(24)], list(range(60, 81)), [200, 201]]
@@ -28,16 +31,18 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 @asynccontextmanager
 async def running_engines(
-    folder: Path, size: int, tensor_parallel_size: int = 1, hosts: Sequence[str] = ()
+    folder: Path,
+    size: int,
+    tensor_parallel_size: int = 1,
+    hosts: Sequence[str] = (),
+    **changes: Any,
 ) -> AsyncIterator[list[ProcessClient]]:
     """Run a group of engines in processes of their own. hosts: the address of each; none: 127.0.0.1."""
+    small = {"block_size": 4, "max_num_batched_tokens": 13, "kv_cache_bytes": 2**20, "host_kv_bytes": 2**20}
     settings = EngineSettings(
+        **{**small, **changes},
         model=folder,
         dtype="float32",
-        block_size=4,
-        max_num_batched_tokens=13,
-        kv_cache_bytes=2**20,
-        host_kv_bytes=2**20,
         data_parallel_size=size,
         tensor_parallel_size=tensor_parallel_size,
     )
@@ -96,6 +101,29 @@ async def test_the_answers_are_those_of_one_engine(
         for engine in engines:
             assert await engine.call("reset_prefix_cache")  # it waits for what the tier copies
             assert (await engine.call("counters"))["kv_tier_stored_blocks_total{tier=host}"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["chunked-prefill", "prefill-first"])
+async def test_ranks_have_the_states_of_their_own_requests(tmp_path: Path, policy: str) -> None:
+    """Gated delta nets and experts, which transformers computes; slots run short, and each rank makes empty passes."""
+    torch.manual_seed(3)
+    folder = write_checkpoint(tmp_path, make_tiny("qwen3_5_moe_text"), 3)
+    model = load_reference(folder)
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    settings: dict[str, Any] = {
+        "host_kv_bytes": 0,
+        "scheduling_policy": policy,
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 2,
+    }
+    async with running_engines(folder, 2, **settings) as engines:
+        for index, prompt in enumerate(PROMPTS):
+            assert await answer(engines[index % 2], f"a{index}", prompt) == expected[index]
+        together = await asyncio.gather(
+            *(answer(engines[index % 2], f"b{index}", PROMPTS[index % 5]) for index in range(10))
+        )
+        assert list(together) == 2 * expected
 
 
 @pytest.mark.slow

@@ -72,6 +72,17 @@ def bytes_for(core: EngineCore, num_texts: float) -> int:
     return int(2 * states.slot_bytes + num_texts * 20 * core.info.layout.block_bytes)
 
 
+def test_answers_of_whole_prompts_are_those_of_transformers(model: Path) -> None:
+    """Prompts and answers never share a step; slots and KV run short."""
+    changes = {**CRAMPED, "max_num_batched_tokens": 80, "scheduling_policy": "prefill-first"}
+    roomy = without_drafts(model, kv_cache_bytes=4 * MIB, **changes)
+    check_answers(roomy, model)
+    cramped = without_drafts(model, kv_cache_bytes=bytes_for(roomy.core, 1.1), **changes)
+    assert cramped.core.info.num_state_slots == 2
+    check_answers(cramped, model)
+    assert cramped.core.call("counters", [])["num_preemptions_total"] > 0
+
+
 def test_answers_are_those_of_transformers(model: Path) -> None:
     """Chunks, choices and preemption: two slots for four places, and KV for little more than one text."""
     roomy = without_drafts(model, kv_cache_bytes=4 * MIB, **CRAMPED)

@@ -23,7 +23,7 @@ from engine.scheduling.blocks.state_snapshots import StateSnapshots
 from engine.scheduling.requests.request import Request
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 from tests.engine_scheduling.test_drafts import RecordedEngine
-from tests.engine_scheduling.test_state_machine import SchedulerMachine
+from tests.engine_scheduling.test_state_machine import MachineOfWholePrompts, SchedulerMachine
 from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
 from tests.soak_settings import machine_settings, soaked
 from worker.flipping import Flip
@@ -78,6 +78,17 @@ class MachineOfManySlots(MachineOfStates):
 TestManySlots = MachineOfManySlots.TestCase
 TestManySlots.settings = machine_settings(30, 40)
 TestManySlots.runTest = soaked(TestManySlots.runTest)  # type: ignore[method-assign]
+
+
+class MachineOfStatesAndWholePrompts(MachineOfStates, MachineOfWholePrompts):
+    """Steps of prompts and of answers take turns; states let none run ahead."""
+
+    runs_ahead = False
+
+
+TestStatesAndWholePrompts = MachineOfStatesAndWholePrompts.TestCase
+TestStatesAndWholePrompts.settings = machine_settings(30, 40)
+TestStatesAndWholePrompts.runTest = soaked(TestStatesAndWholePrompts.runTest)  # type: ignore[method-assign]
 
 
 def test_a_slot_has_one_owner() -> None:
