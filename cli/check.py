@@ -144,8 +144,6 @@ def add_served(finding: Finding, served: "Served", ranks: RankCounts) -> None:
     way = "the own decoder" if served.is_own else "transformers"
     if served.is_text_of_more:
         way += ", its text only (a request with an image, sound or video is refused)"
-    if served.has_states:
-        way += ", by aggregated workers alone (the states of its recurrent layers are not handed over)"
     if not served.is_tried:
         way += ", which was never tried with this family"
         finding.problems.append(

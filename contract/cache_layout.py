@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from contract.decoding import Count, Positive
-from contract.layout import KVLayout, Side
+from contract.layout import STATES, KVLayout, Side
 from contract.state_layout import StateLayout
 
 TYPICAL_TOKENS = 4096
@@ -150,10 +150,12 @@ class CacheLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 class GroupedSide(Side, frozen=True):
     """The KV of a worker of which not each layer keeps all tokens. layout: of the first group, and the first rank.
 
-    Raises ValueError for groups that the ranks do not hold.
+    layers: the groups of layers with KV. states: of recurrent layers; the pieces of a slot are one more group, the last one,
+    which is the only one if no layer has KV. Raises ValueError for groups that the ranks do not hold.
     """
 
     layers: tuple[CacheGroup, ...] = ()
+    states: StateLayout | None = None
 
     def __post_init__(self) -> None:
         """Check each group."""
@@ -161,39 +163,70 @@ class GroupedSide(Side, frozen=True):
         _ = self.groups
 
     @classmethod
-    def of(cls, groups: Sequence[CacheGroup], num_ranks: int, num_kv_heads: int) -> Side:
-        """Return the side of a worker with these groups; a plain one if each layer keeps all tokens."""
-        cache = CacheLayout(tuple(groups))
+    def of(
+        cls,
+        groups: Sequence[CacheGroup],
+        num_ranks: int,
+        num_kv_heads: int,
+        states: StateLayout | None = None,
+    ) -> Side:
+        """Return the side of a worker with these groups; a plain one if each layer keeps all tokens, and none has states."""
+        cache = CacheLayout(tuple(groups), states)
         layout = cache.groups[0].layout
-        if cache.is_uniform:
+        if cache.is_uniform and states is None:
             return Side(layout, num_ranks, num_kv_heads)
-        return cls(layout, num_ranks, num_kv_heads, cache.groups)
+        return cls(layout, num_ranks, num_kv_heads, cache.groups, states)
+
+    @property
+    def kv_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups of which blocks are handed over: not that of a model without KV, whose blocks have no bytes."""
+        return tuple(group for group in self.layers if group.layers)
 
     @property
     def groups(self) -> tuple[Side, ...]:
         """See Side. Groups of one rank may differ in their heads; several ranks share the same heads in each group."""
         heads = self.num_kv_heads if self.num_ranks > 1 else 0
-        return tuple(Side(group.layout, self.num_ranks, heads) for group in self.layers)
+        sides = [Side(group.layout, self.num_ranks, heads) for group in self.kv_groups]
+        if self.states is not None:
+            sides.append(Side(self.states.piece_layout, self.num_ranks))
+        return tuple(sides)
 
     @property
     def group_names(self) -> tuple[str, ...]:
         """See Side."""
-        return tuple(f"{_spans(group.layers)}: {group.name}" for group in self.layers)
+        names = [f"{_spans(group.layers)}: {group.name}" for group in self.kv_groups]
+        return (*names, *(() if self.states is None else STATES))
+
+    @property
+    def state_group(self) -> int | None:
+        """See Side."""
+        return None if self.states is None else len(self.kv_groups)
 
     def differences(self, other: Side) -> list[str]:
-        """See Side. Blocks of a group with a window begin where the window does, so equal sizes are needed."""
+        """See Side. Blocks of a group with a window begin where the window does, so equal sizes are needed.
+
+        States are not converted: those of another type, or of other layers, continue nothing here.
+        """
+        if self.group_names == other.group_names and self.states is not None:
+            states = other.states if isinstance(other, GroupedSide) else None
+            if difference := self.states.difference(states):
+                return [difference]
         found = super().differences(other)
         ours = self.layout.block_size
         theirs = other.layout.block_size
-        if not found and ours != theirs:
+        has_windows = any(group.window is not None for group in self.layers)
+        if not found and has_windows and ours != theirs:
             found = [
                 f"block_size: ours is {ours}, the peer's is {theirs} (layers with windows need equal ones)"
             ]
         return found
 
     def places_to_send(self, num_tokens: int) -> tuple[range, ...]:
-        """See Side: of a group with a window, the blocks that the token behind the prompt sees."""
-        return tuple(group.seen_blocks(num_tokens) for group in self.layers)
+        """See Side: of a group with a window, the blocks that the token behind the prompt sees; of states, all pieces."""
+        places = [group.seen_blocks(num_tokens) for group in self.kv_groups]
+        if self.states is not None:
+            places.append(range(self.states.num_pieces))
+        return tuple(places)
 
 
 def _spans(layers: Sequence[int]) -> str:

@@ -21,6 +21,8 @@ LATENT = ("latent",)
 """The part of a layer with multi-head latent attention: one row of each token, for all heads (DeepSeek-V2, 2024)."""
 JOINED = ("key and value",)
 """The part of a layer whose keys and values differ in width: one row of each token and KV head, the value behind the key."""
+STATES = ("states",)
+"""The part of a piece of a slot (``contract.state_layout``), which stands for a block in transfers."""
 _MAX_PARTS = 8
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
@@ -148,6 +150,11 @@ class Side(msgspec.Struct, frozen=True):
     def group_names(self) -> tuple[str, ...]:
         """The layers and the reach of each group; empty if each layer keeps all tokens."""
         return ()
+
+    @property
+    def state_group(self) -> int | None:
+        """The number of the group that stands for the states of recurrent layers; None without any."""
+        return None
 
     def places_to_send(self, num_tokens: int) -> tuple[range, ...]:
         """Return the blocks of each group that are handed over of a prompt, by their places in it."""

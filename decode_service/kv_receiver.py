@@ -8,8 +8,10 @@ from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.blocks.lent_blocks import (
     allocate_each,
     can_allocate_each,
+    find_received,
     plan_received,
     quarantine,
+    received_tables,
     release_quarantine,
 )
 from engine.scheduling.requests.finish import NOT_NEEDED, Finish, RequestStatus
@@ -104,7 +106,7 @@ class KVReceiver:
         """
         while (request := self._published.first) and comes_first(request, other):
             size = self._pools.block_size
-            cached = self._pools.find_cached(request.block_hashes)
+            cached = find_received(self._pools, request.block_hashes)
             num_cached = len(cached[0])
             # One token more than the prompt is reserved, so that the first step never waits for a block; it is not read.
             heads, numbers = plan_received(self._pools, request.num_prompt_tokens, cached)
@@ -116,7 +118,7 @@ class KVReceiver:
             self._num_cached_blocks[request.key] = num_cached
             num_prompt_blocks = blocks_needed(request.num_prompt_tokens, size)
             self.num_needed_blocks += num_prompt_blocks - num_cached
-            first, *others = [table[:num_prompt_blocks] for table in tables]
+            first, *others = received_tables(self._pools, request.key, tables, num_prompt_blocks)
             self._connector.receive_into(request.key, first, num_cached, others)
 
     def give_up(self, request: Request) -> bool:

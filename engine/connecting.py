@@ -123,21 +123,21 @@ def connect(
 ) -> EngineConnector:
     """Open both halves of a connector, and the KV tiers, for an executor with an allocated KV cache.
 
-    transfers: None opens no connector, and neither does a model with recurrent layers. on_event, wake: called from any
-    thread when the connector has events, and when a tier has some. Raises SettingError if the connector does not serve so
-    many ranks, and for a tier that cannot be.
+    transfers: None opens no connector. on_event, wake: called from any thread when the connector has events, and when a tier
+    has some. Raises SettingError if the connector does not serve so many ranks, and for a tier that cannot be.
     """
     storages = executor.open_kv_tiers(settings)
     num_step_blocks = blocks_needed(settings.max_num_batched_tokens, settings.block_size)
     open_loads = partial(_tier_loads, storages, wake, num_step_blocks) if storages else None
-    if transfers is None or executor.model_info.states is not None:
+    if transfers is None:
         return EngineConnector(open_loads=open_loads)
     with ExitStack() as undo:
         model = executor.model_info
         side = Side(executor.layout, settings.tensor_parallel_size, model.num_kv_heads)
         if (config := executor.kv_cache_config) is not None:
-            groups = config.cache.groups
-            side = GroupedSide.of(groups, settings.tensor_parallel_size, model.num_kv_heads)
+            cache = config.cache
+            sizes = settings.tensor_parallel_size, model.num_kv_heads
+            side = GroupedSide.of(cache.groups, *sizes, cache.states)
         pair = transfers.connect(side, model.fingerprint, on_event)
         connector = EngineConnector(pair, transfers.stages, open_loads)
         undo.callback(connector.close)

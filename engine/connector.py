@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from contract.errors import SettingError
+from contract.errors import InternalError, SettingError
 from contract.layout import KVLayout
 from contract.outputs import TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, ReceiveTransfer
@@ -102,19 +102,20 @@ class SenderConnector(Protocol):
     """The sender's role beside the scheduler: prompts whose KV is lent. ``key``: ``EngineRequest.key``."""
 
     def open_send(
-        self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int, windows: Tables = ()
+        self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int, last: Tables = ()
     ) -> None:
         """Lend ``block_ids`` (the whole prompt's). The first ``num_cached_tokens`` are computed already.
 
-        block_ids: of the first group of layers if it keeps all tokens, else none. windows: see ``publish``; given here if
+        block_ids: of the first group of layers if it keeps all tokens, else none. last: see ``publish``; given here if
         the whole prompt is computed.
         """
 
-    def publish(self, key: str, num_computed_tokens: int, windows: Tables = ()) -> None:
+    def publish(self, key: str, num_computed_tokens: int, last: Tables = ()) -> None:
         """Publish the prompt up to ``num_computed_tokens``, which the coming forward pass will have computed.
 
-        Only full blocks are published, and the partly filled last one when the whole prompt is computed. windows: with the
-        last of it, for each group of layers with a window, the blocks that the next token sees (``CacheGroup.seen_blocks``).
+        Only full blocks are published, and the partly filled last one when the whole prompt is computed. last: with the
+        last of it, for each group of layers with a window, the blocks that the next token sees (``CacheGroup.seen_blocks``);
+        behind these, the pieces of the slot with the states of recurrent layers, which are published when the step is over.
         """
 
     def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
@@ -139,7 +140,8 @@ class ReceiverConnector(Protocol):
         """Pull the prompt's blocks into ``block_ids`` (one per block of the prompt, in order).
 
         The first ``num_cached_blocks`` are held already by the receiver's prefix cache and are not moved. other_groups: the
-        tables of the groups of layers after the first. Of one with a window, only the blocks that the next token sees move.
+        tables of the groups of layers after the first. Of one with a window, only the blocks that the next token sees move;
+        of the last, with states, the pieces of a slot, which all move. Without KV these are ``block_ids``.
         """
 
     def cancel_fetch(self, key: str) -> bool:
@@ -207,6 +209,16 @@ class ExpectsRequests(Protocol):
         """Stop fetching for a request that is not added after all; ignores one without ``expect``, or that was added."""
 
 
+class StateRecord(Protocol):
+    """The record of how many tokens the states in each slot have absorbed (``contract.state_layout``). From any thread."""
+
+    def check(self, pieces: Sequence[int], num_tokens: int) -> None:
+        """Raise InternalError unless these pieces are of a slot with the states behind ``num_tokens`` tokens."""
+
+    def note_received(self, pieces: Sequence[int], num_tokens: int) -> None:
+        """Record that the slot of these pieces has the states behind so many tokens, which another engine computed."""
+
+
 class Computed(Protocol):
     """A point in a device's work."""
 
@@ -223,6 +235,10 @@ class KVMemory(Protocol):
     @property
     def regions(self) -> "Sequence[KVMemory]":
         """The pool of each group of layers, in one allocation; this one is the first."""
+
+    @property
+    def states(self) -> StateRecord | None:
+        """The record of what slots have absorbed, beside a region of their pieces; None beside one of blocks."""
 
     @property
     def start(self) -> int:
@@ -260,6 +276,13 @@ def mark_computed(memory: KVMemory) -> Computed:
     """Return what waits for everything that was launched before, in all regions: a step works on one stream."""
     marks = [region.mark_computed() for region in memory.regions]
     return marks[0]
+
+
+def states_of(memory: KVMemory) -> StateRecord:
+    """Return the record of a region of slots. Raises InternalError for one of blocks."""
+    if memory.states is None:
+        raise InternalError("a region of blocks has no states")
+    return memory.states
 
 
 class LayerWatch(Protocol):

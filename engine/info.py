@@ -2,8 +2,9 @@
 
 import msgspec
 
-from contract.cache_layout import CacheGroup, GroupedSide
+from contract.cache_layout import CacheGroup, CacheLayout, GroupedSide
 from contract.layout import KVLayout, Side
+from contract.state_layout import StateLayout
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,8 +15,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     without a connector. has_head: False for a model that computes embeddings only. num_kv_heads: see ``Side``.
     device: "cpu", or "cuda:N" of the first rank. model: the model's folder.
     groups, group_blocks: the groups of layers, and the number of blocks of each, if not each layer keeps all tokens. Then
-    layout and num_blocks are those of the first group. num_state_slots: for the states of recurrent layers,
-    num_spare_slots of them for drafts.
+    layout and num_blocks are those of the first group. states, num_state_slots: of recurrent layers, num_spare_slots of them
+    for drafts.
     """
 
     vocab_size: int
@@ -33,19 +34,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     groups: tuple[CacheGroup, ...] = ()
     group_blocks: tuple[int, ...] = ()
+    states: StateLayout | None = None
     num_state_slots: int = 0
     num_spare_slots: int = 0
 
     @property
-    def why_alone(self) -> str:
-        """The reason for which the engine can neither lend KV nor receive any; empty: it can."""
-        if not self.num_state_slots:
-            return ""
-        return "the states of the model's recurrent layers are not handed over"
-
-    @property
     def side(self) -> Side:
         """The layout of the engine's KV."""
-        if self.groups:
-            return GroupedSide.of(self.groups, self.num_ranks, self.num_kv_heads)
+        groups = self.groups
+        if self.states is not None and not groups:
+            groups = CacheLayout.of(self.layout, [None] * self.layout.num_layers).groups
+        if groups:
+            return GroupedSide.of(groups, self.num_ranks, self.num_kv_heads, self.states)
         return Side(self.layout, self.num_ranks, self.num_kv_heads)

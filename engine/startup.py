@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from contract.cache_layout import CacheLayout
 from contract.errors import SettingError
+from contract.state_layout import StateLayout
 from engine.connecting import EngineConnector
 from engine.info import EngineInfo
 from engine.scheduling.blocks.cache_pools import CachePools, pool_of
@@ -115,6 +116,7 @@ def describe_engine(
         model=str(settings.model),
         groups=() if config is None or config.cache.is_uniform else config.cache.groups,
         group_blocks=() if config is None or config.cache.is_uniform else config.num_blocks,
+        states=None if config is None else config.cache.states,
         num_state_slots=0 if config is None else config.num_state_slots,
         num_spare_slots=0 if config is None else config.num_spare_slots,
     )
@@ -127,14 +129,14 @@ SchedulerFactory = Callable[
 """settings, facts, connector, grammars, further wait stages and clock of an engine → its scheduler."""
 
 
-def _slots(settings: EngineSettings, num_slots: int, num_spares: int) -> StateSlots:
+def _slots(settings: EngineSettings, info: EngineInfo, layout: StateLayout) -> StateSlots:
     """Return the slots of an engine, of which the last ones are for drafts, and those before these for snapshots."""
     num_snapshots = settings.state_snapshots if settings.enable_prefix_caching else 0
-    num_requests = num_slots - num_snapshots - num_spares
+    num_requests = info.num_state_slots - num_snapshots - info.num_spare_slots
     snapshots = (
         StateSnapshots(num_requests + 1, num_snapshots, settings.block_size) if num_snapshots else None
     )
-    return StateSlots(num_requests, snapshots, num_spares)
+    return StateSlots(num_requests, snapshots, info.num_spare_slots, layout.num_pieces)
 
 
 def create_scheduler(
@@ -147,7 +149,7 @@ def create_scheduler(
 ) -> SchedulerInterface:
     """Return the scheduler of an engine, with pools of its blocks."""
     groups = info.groups or CacheLayout.of(info.layout, [None] * info.layout.num_layers).groups
-    has_states = info.num_state_slots > 0
+    states = info.states
     pools = CachePools(
         groups,
         [
@@ -155,7 +157,7 @@ def create_scheduler(
             for group, number in zip(groups, info.group_blocks or (info.num_blocks,), strict=True)
         ],
         settings.max_num_batched_tokens,
-        _slots(settings, info.num_state_slots, info.num_spare_slots) if has_states else None,
+        None if states is None else _slots(settings, info, states),
     )
     limits = Limits.of(
         pools, info.max_model_len, info.vocab_size, info.model_fingerprint, settings.max_prompt_tokens

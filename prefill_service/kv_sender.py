@@ -22,7 +22,7 @@ from contract.requests import EngineRequest, HandOff, SendTransfer
 from engine.connector import NOT_NEEDED_KIND, FirstToken, SenderConnector
 from engine.scheduling.blocks.block_pool import blocks_needed
 from engine.scheduling.blocks.cache_pools import CachePools
-from engine.scheduling.blocks.lent_blocks import hand_over, seen_blocks
+from engine.scheduling.blocks.lent_blocks import hand_over, last_blocks
 from engine.scheduling.remote_kv import lease_holder
 from engine.scheduling.requests.finish import Finish, RequestStatus
 from engine.scheduling.requests.request import Request
@@ -55,7 +55,9 @@ class KVSender:
     def __init__(self, connector: SenderConnector, pools: CachePools, max_length: int) -> None:
         self._connector = connector
         self._pools = pools
-        self._keeps_all = pools.groups[0].window is None
+        first = pools.groups[0]
+        self._keeps_all = first.window is None and bool(first.layers)
+        self._has_last = pools.has_windows or pools.states is not None
         self._max_length = max_length
         self._open: set[str] = set()
         self._leases = RequestIndex()
@@ -92,9 +94,9 @@ class KVSender:
             self._connector.open_send(request.engine_request, blocks, num_cached if is_needed else 0)
         if is_needed:
             # The last of the prompt is computed by this step, so the blocks that its windows reach are all there.
-            if self._pools.has_windows and num_computed_tokens == request.num_prompt_tokens:
-                seen = seen_blocks(self._pools, request.key, num_computed_tokens)
-                self._connector.publish(request.key, num_computed_tokens, seen)
+            if self._has_last and num_computed_tokens == request.num_prompt_tokens:
+                last = last_blocks(self._pools, request.key, num_computed_tokens)
+                self._connector.publish(request.key, num_computed_tokens, last)
             else:
                 self._connector.publish(request.key, num_computed_tokens)
 
@@ -146,7 +148,7 @@ class KVSender:
             num_blocks = blocks_needed(num_tokens, self._pools.block_size)
             blocks = self._pools.first.table_of(request.key)[:num_blocks]
         self._connector.open_send(
-            continuation, blocks, num_tokens, seen_blocks(self._pools, request.key, num_tokens)
+            continuation, blocks, num_tokens, last_blocks(self._pools, request.key, num_tokens)
         )
         self._handed_off[continuation.key] = FirstToken(request.token_ids[-1])
         self._leases.add(continuation, set())

@@ -32,24 +32,19 @@ class Flip:
         lifecycle: Lifecycle,
         settling: Settling,
         routers: Callable[[], RouterLinks],
-        why_fixed: str = "",
     ) -> None:
         self._lifecycle = lifecycle
         self.settling = settling
         self._routers = routers
-        self._why_fixed = why_fixed
         self._order: RoleOrder | None = None
         self._change: asyncio.Task[None] | None = None
 
     def begin(self, order: RoleOrder) -> None:
         """Take another role as soon as possible. Ignores an order that is older than another one.
 
-        Raises InvalidRequestError for a role that no worker has, UnavailableError if the worker drains or ends, or its role
-        is fixed.
+        Raises InvalidRequestError for a role that no worker has, UnavailableError if the worker drains or ends.
         """
         worker_role(order.role)
-        if self._why_fixed:
-            raise UnavailableError(f"the worker takes no other role: {self._why_fixed}")
         lifecycle = self._lifecycle
         if lifecycle.is_stopping or lifecycle.is_draining or lifecycle.is_reloading:
             raise UnavailableError("the worker drains, is reloaded or is stopping; it takes no other role")

@@ -153,12 +153,6 @@ async def running_worker(
     client = _CLIENTS[settings.engine]
     engine = await client.start(settings.engine_settings(), transfers, prepare=prepare, gate=gate)
     try:
-        if engine.info.why_alone and role is not Role.AGGREGATED:
-            raise SettingError(
-                f"a {role.value} worker cannot serve this model: {engine.info.why_alone}; serve it with aggregated workers"
-                " (kvbaton serve, or kvbaton up --both N)",
-                param="model",
-            )
         worker = Worker(identity, roles, settings, engine)
         async with open_ports(worker, settings) as addresses:
             yield worker, addresses

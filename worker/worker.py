@@ -132,7 +132,7 @@ class Worker:
         settling = Settling(self.lifecycle, lambda: self._sessions, self._has_mixed_kv)
         drain_times = (settings.drain_seconds, settings.drain_hold_seconds)
         self.drain = Drain(self.lifecycle, emptiness, settling, send_credit, *drain_times)
-        self.flip = Flip(self.lifecycle, settling, lambda: self._sessions, engine.info.why_alone)
+        self.flip = Flip(self.lifecycle, settling, lambda: self._sessions)
         self.reload = Reload(self.lifecycle, engine, before_load, self._publish, send_credit)
         self._accepted = AcceptedRequests()
         self._sessions = RouterSessions(

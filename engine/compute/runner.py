@@ -245,7 +245,7 @@ class ModelRunner:
         """Set the rank's half of the connector and start it on the pool. One that does not start is closed."""
         with ExitStack() as undo:
             undo.callback(rank.close)
-            rank.start(self.memory)
+            rank.start(self.regions.lent)
             undo.pop_all()
         self._connector = rank
 
@@ -306,7 +306,7 @@ class ModelRunner:
             if is_newest:
                 self._ahead = begun.next_outline
             # What transfers wait for before they read blocks of this step.
-            mark_computed(self.memory)
+            mark_computed(self.regions.lent)
         if self._connector is not None:
             if scheduled.kv_connector_metadata is not None:
                 self._connector.execute(scheduled.kv_connector_metadata)

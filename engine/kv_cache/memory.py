@@ -1,7 +1,6 @@
 """The pool of KV blocks: one tensor, whose blocks are read and written as bytes by transfers between processes.
 
 A model with several groups of layers has a pool for each of them, all in one allocation (``engine.kv_cache.regions``).
-
 ``[num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim]``, zeroed: one block is one contiguous piece, and a
 layer's tensor is a view. The parts are key and value, or one latent row. Block 0 is the null block; it stays zero.
 
@@ -28,7 +27,7 @@ from torch import Tensor
 from contract.errors import InternalError
 from contract.layout import KVLayout
 from engine.compute.staging import to_device
-from engine.connector import Computed
+from engine.connector import Computed, StateRecord
 from engine.device_pool import DevicePool
 
 logger = logging.getLogger(__name__)
@@ -127,6 +126,7 @@ class PagedKVMemory(ABC):
     start = 0
     pool_view: memoryview | None = None
     other_regions: "tuple[PagedKVMemory, ...]" = ()
+    states: StateRecord | None = None
 
     def __init__(self, layout: KVLayout, num_blocks: int, pool: Tensor) -> None:
         self.layout = layout

@@ -1,7 +1,7 @@
 """The memory of a KV cache: a region for each group of layers, one behind the other in one allocation.
 
-A region is a pool with blocks of its group's layers, which it numbers by itself; its block 0 is its null block. Behind them
-are the slots of the states of recurrent layers.
+A region is a pool with blocks of its group's layers, which it numbers by itself; its block 0 is its null block. The last one
+has the slots of the states of recurrent layers; its blocks are the pieces of slots, and none of them is null.
 """
 
 import mmap
@@ -20,14 +20,23 @@ class Regions:
 
     first: the region of the first group, which is all of it if each layer keeps all tokens. layers: of each layer of the
     model that has KV, its part of its region, ``[num_blocks, parts, num_kv_heads, block_size, head_dim]``. states: of the
-    recurrent layers; None without any.
+    recurrent layers; None without any. lent: the first of the regions that are handed over: all that have bytes.
     """
 
     def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
         self.config = config
-        self.regions, self.states = _allocate(config, device)
-        self.first = self.regions[0]
-        self.first.other_regions = tuple(self.regions[1:])
+        self.regions, slots = _allocate(config, device)
+        self.first = self.lent = self.regions[0]
+        self.states: StateMemory | None = None
+        others = self.regions[1:]
+        if slots is not None and config.cache.states is not None:
+            sizes = config.num_state_slots, slots.pool, config.num_spare_slots
+            states = StateMemory(config.cache.states, *sizes)
+            self.states = slots.states = states
+            others.append(slots)
+        self.first.other_regions = tuple(others)
+        if not self.first.layout.block_bytes and slots is not None:
+            self.lent = slots
         self.layers = self.first.layers
         if len(self.regions) > 1:
             by_layer: dict[int, Tensor] = {}
@@ -54,27 +63,31 @@ class Regions:
             region.close()
 
 
-def _allocate(config: KVCacheConfig, device: torch.device) -> tuple[list[PagedKVMemory], StateMemory | None]:
+def _allocate(
+    config: KVCacheConfig, device: torch.device
+) -> tuple[list[PagedKVMemory], PagedKVMemory | None]:
+    """Return the region of each group, and that of the slots, if there are any."""
     layouts = [group.layout for group in config.cache.groups]
     states = config.cache.states
     if len(layouts) == 1 and states is None:
         return [allocate(layouts[0], config.num_blocks[0], device)], None
-    regions: list[PagedKVMemory] = []
-    sizes = [number * layout.block_bytes for number, layout in zip(config.num_blocks, layouts, strict=True)]
-    num_state_bytes = 0 if states is None else config.num_state_slots * states.slot_bytes
+    numbers = list(config.num_blocks)
+    if states is not None:
+        layouts.append(states.piece_layout)
+        numbers.append(config.num_state_slots * states.num_pieces)
+    sizes = [number * layout.block_bytes for number, layout in zip(numbers, layouts, strict=True)]
     starts = [0]
-    for size in (*sizes, num_state_bytes):  # at the start of a page, so that a region can be mapped alone
+    for size in sizes:  # at the start of a page, so that a region can be mapped alone
         starts.append(starts[-1] + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    regions: list[PagedKVMemory] = []
     if device.type == "cpu":
         pages = HostPages(starts[-1])
-        for layout, number, start in zip(layouts, config.num_blocks, starts, strict=False):
+        for layout, number, start in zip(layouts, numbers, starts, strict=False):
             regions.append(MappedKVMemory(layout, number, pages, start))
-        flat = torch.frombuffer(pages.view, dtype=torch.uint8)
     else:
         flat = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-        for layout, number, start, size in zip(layouts, config.num_blocks, starts, sizes, strict=False):
+        for layout, number, start, size in zip(layouts, numbers, starts, sizes, strict=False):
             regions.append(StagedKVMemory(layout, number, device, flat[start : start + size]))
     if states is None:
         return regions, None
-    own = flat[starts[-2] : starts[-2] + num_state_bytes]
-    return regions, StateMemory(states, config.num_state_slots, own, config.num_spare_slots)
+    return regions[:-1], regions[-1]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from contract.errors import InternalError
@@ -19,15 +20,17 @@ _UNFINISHED = -1
 
 
 class StateMemory:
-    """Owns the slots of one rank, and the number of tokens that each has absorbed.
+    """Owns the slots of one rank, and the number of tokens that each has absorbed. Fulfils ``engine.connector.StateRecord``.
 
-    flat: the bytes of all slots, on the device. num_spares: the last slots, each for what a request with drafts had absorbed
-    before a step. states: see StateStep.
+    pool: the memory of all slots, contiguous, on the device. num_spares: the last slots, each for what a request with drafts
+    had absorbed before a step. states: see StateStep.
     """
 
-    def __init__(self, layout: StateLayout, num_slots: int, flat: Tensor, num_spares: int = 0) -> None:
+    def __init__(self, layout: StateLayout, num_slots: int, pool: Tensor, num_spares: int = 0) -> None:
         self.num_slots = num_slots
         self._spares = range(num_slots - num_spares + 1, num_slots + 1)
+        self._num_pieces = layout.num_pieces
+        flat = pool.view(-1).view(torch.uint8)
         self._slots = flat.view(num_slots, layout.slot_bytes)
         self.states: dict[StateKey, Tensor] = {}
         for part, start in layout.placed():
@@ -81,6 +84,18 @@ class StateMemory:
                 recurrent.absorb_again(replace(step, states=self.states), place, num_tokens)
                 self._num_tokens[slot] = step.starts[place] + num_tokens
 
+    def check(self, pieces: Sequence[int], num_tokens: int) -> None:
+        """See StateRecord."""
+        slot = self._slot_of(pieces)
+        if self._num_tokens[slot] != num_tokens:
+            raise InternalError(
+                f"the states behind {num_tokens} tokens are lent, and slot {slot} has absorbed {self._num_tokens[slot]}"
+            )
+
+    def note_received(self, pieces: Sequence[int], num_tokens: int) -> None:
+        """See StateRecord."""
+        self._num_tokens[self._slot_of(pieces)] = num_tokens
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole slots, (from, to), one after the other."""
         for source, target in pairs:
@@ -99,3 +114,6 @@ class StateMemory:
         """Fill all slots with a byte; none of them is a text's any more."""
         self._slots.fill_(byte)
         self._num_tokens = [0] * (self.num_slots + 1)
+
+    def _slot_of(self, pieces: Sequence[int]) -> int:
+        return 1 + pieces[0] // self._num_pieces

@@ -46,7 +46,7 @@ def open_tiers(
     Raises SettingError for a size that cannot be, and a folder that cannot be used.
     """
     tiers: list[TierStorage] = []
-    places = _places(memory.regions, groups)
+    places = _places(memory.regions[: len(groups)], groups)  # without that of states, which no tier stores
     with contextlib.ExitStack() as undo:
         if settings.host_kv_bytes:
             free_bytes = HostProbe().read().free_bytes

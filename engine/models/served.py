@@ -62,9 +62,8 @@ class Served:
     is_own: our own decoder computes it, else transformers. is_tried: False for a type of transformers that no version of
     this engine has loaded, so that its start decides. dtype, kv_dtype: of the computation and of the KV; None where neither
     config.json nor the weights name one. is_text_of_more: the model takes images or sounds, too, and its text is served.
-    has_states: it has recurrent layers, so aggregated workers alone serve it. quantisation: None without.
-    num_weight_bytes: of the weights in that dtype; None if unknown. num_expert_bytes: those of them that are experts' of
-    layers whose experts can be spread over ranks.
+    has_states: it has recurrent layers. quantisation: None without. num_weight_bytes: of the weights in that dtype; None if
+    unknown. num_expert_bytes: those of them that are experts' of layers whose experts can be spread over ranks.
     cache: of all layers with KV, in blocks of the default size, and the states of recurrent layers if they were asked for;
     None if unknown. has_weights: False if there is config.json alone.
     """

@@ -171,7 +171,8 @@ class FetchEffects:
                 is_fallback = action is ev.RetryStep.OTHER_TRANSPORT
                 self._worker.counters.add("transfer_fallbacks_total", is_fallback)
             case ev.CommitBlocks():
-                commit = CommitJob(incoming.key, action.block_ids, incoming.read)
+                states = incoming.received_states()
+                commit = CommitJob(incoming.key, action.block_ids, incoming.read, states)
                 self._later.append(partial(self._ports.commit, commit))  # it may be reported within the call
             case ev.StopReads():
                 self._later.append(incoming.read.stop)

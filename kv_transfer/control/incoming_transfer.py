@@ -12,7 +12,7 @@ from kv_transfer.protocol import fetch_side
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import digest_seeds, running_digests
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, FetchStep
-from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
+from kv_transfer.protocol.orders import Ahead, Conversion, PullJob, ReceivedStates
 from kv_transfer.protocol.plan import AnnouncedBlocks, PeerTerms
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, Source, grants_within
 
@@ -92,7 +92,8 @@ class IncomingTransfer:
             case msg.LayersReadable(first_block=first, num_blocks=num_blocks):
                 # Layers can be read ahead only if the sender's blocks are ours, byte by byte, and of one rank.
                 plan = self.announced.plan
-                is_split = len(self.announced.sections) == 1 and plan.is_direct and plan.ours.num_ranks == 1
+                is_one_group = len(plan.groups) == 1 and plan.ours.state_group is None
+                is_split = is_one_group and plan.is_direct and plan.ours.num_ranks == 1
                 if self.lease != message.lease or not is_split:
                     return None
                 self._add_grants(message.grants)
@@ -120,9 +121,9 @@ class IncomingTransfer:
         for section, table in zip(self.announced.sections, tables, strict=True):
             places = section.places
             block_ids += table[places.start : places.stop]
-            first = section.first + max(0, num_cached - places.start)
-            if first < section.end:
-                missing.append((first, section.end))
+            first, end = section.missing(num_cached)
+            if first < end:
+                missing.append((first, end))
         num_missing = sum(end - first for first, end in missing)
         return fetch_side.reserve(
             self.fetch, tuple(block_ids), self.fetch.num_blocks - num_missing, tuple(missing)
@@ -151,7 +152,7 @@ class IncomingTransfer:
         if not plan.is_direct:
             to_place = section.places.start - section.first
             offset = section.their_first - section.their_places.start
-            num_tokens = self.announced.num_tokens
+            num_tokens = section.num_tokens
             conversion = Conversion(plan, first + to_place, end + to_place, num_tokens, offset=offset)
         return PullJob(
             key=self.key,
@@ -169,6 +170,14 @@ class IncomingTransfer:
             is_here=is_here,
             group=section.group,
         )
+
+    def received_states(self) -> ReceivedStates | None:
+        """Return which slot has received states; None without recurrent layers."""
+        section = self.announced.sections[-1]
+        if not section.is_state:
+            return None
+        pieces = self.fetch.block_ids[section.first : section.end]
+        return ReceivedStates(section.group, pieces, self.announced.num_tokens)
 
     def read_again(self, retry_step: ev.RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""

@@ -28,8 +28,9 @@ class OutgoingTransfer:
 
     key: the engine's request key; None while a fetch is parked. num_computed: tokens whose KV was there when the transfer
     was opened. num_requested: blocks that the next step is to order. num_opened: blocks that were lent then; those of groups
-    of layers with a window follow when the whole prompt is computed. ends: the number behind the last block of each group.
-    grants: of the published ranges, in order. other_digests: of the ranks from 1 on; the state machine has rank 0's.
+    of layers with a window, and the states, follow when the whole prompt is computed. ends: the number behind the last block
+    of each group. grants: of the published ranges, in order. other_digests: of the ranks from 1 on; the state machine has
+    rank 0's.
     """
 
     transfer_id: str
@@ -97,12 +98,12 @@ class OutgoingTransfer:
         self.num_tokens = len(request.prompt_token_ids)
         self.num_computed = num_computed
 
-    def request_blocks(self, num_tokens: int, block_size: int, windows: Sequence[Sequence[int]] = ()) -> None:
-        """Request the blocks that ``num_tokens`` tokens fill; the last one too at the prompt's end, and ``windows``.
+    def request_blocks(self, num_tokens: int, block_size: int, last: Sequence[Sequence[int]] = ()) -> None:
+        """Request the blocks that ``num_tokens`` tokens fill; the last one too at the prompt's end, and ``last``.
 
         Raises InternalError if these are not all blocks that are handed over.
         """
-        for block_ids in windows:
+        for block_ids in last:
             self.block_ids += block_ids
         if num_tokens >= self.num_tokens and len(self.block_ids) != len(self.seeds):
             raise InternalError(
@@ -126,7 +127,13 @@ class OutgoingTransfer:
         is_computed = end <= self._blocks_of(self.num_computed, worker.side.layout.block_size)
         is_last = worker.is_single_rank and not is_computed and end == self.send.num_blocks
         # Only the layers of one group are computed in the order in which a block has them.
-        is_split = is_last and len(self.ends) == 1 and len(blocks) >= worker.settings.min_split_blocks
+        is_state = group == worker.side.state_group
+        is_split = (
+            is_last
+            and not is_state
+            and len(self.ends) == 1
+            and len(blocks) >= worker.settings.min_split_blocks
+        )
         num_parts = worker.settings.num_layer_groups if is_split else 1
         return PublishOrder(
             self.key,
@@ -138,6 +145,7 @@ class OutgoingTransfer:
             announces_end=is_last,
             is_computed=is_computed,
             group=group,
+            num_tokens=self.num_tokens if is_state else 0,
         )
 
     def step_of(self, event: ev.SendEvent) -> SendStep:

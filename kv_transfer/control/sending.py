@@ -42,17 +42,15 @@ def _count(counters: Counters, outgoing: OutgoingTransfer, before: SendState, no
         counters.observe(*_LEASE_AGES, now - outgoing.since)
 
 
-def _ends_of(
-    side: Side, request: EngineRequest, block_ids: Sequence[int], windows: Tables
-) -> tuple[int, ...]:
+def _ends_of(side: Side, request: EngineRequest, block_ids: Sequence[int], last: Tables) -> tuple[int, ...]:
     """Return the number behind the last block of each group. Raises InternalError for other blocks than these.
 
-    The blocks of windows are not known before the prompt is computed.
+    The blocks of windows, and the states, are not lent before the prompt is computed.
     """
     places = side.places_to_send(len(request.prompt_token_ids))
     ends = tuple(accumulate(map(len, places)))
-    num_lent = len(block_ids) + sum(map(len, windows))
-    if num_lent != ends[-1] and (windows or not side.group_names):
+    num_lent = len(block_ids) + sum(map(len, last))
+    if num_lent != ends[-1] and (last or not side.group_names):
         raise InternalError(f"{num_lent} blocks are lent for {request.key}; its transfer has {ends[-1]}")
     return ends
 
@@ -87,14 +85,14 @@ class SendTransfers(Transfers):
         worker.counters.declare(*_LEASE_AGES)
 
     def open_send(
-        self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int, windows: Tables = ()
+        self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int, last: Tables = ()
     ) -> None:
         """See ``SenderConnector``."""
         transfer = request.transfer
         if not isinstance(transfer, SendTransfer):
             raise InternalError(f"request {request.key} has no transfer to send")
         seeds = digest_seeds(request, self._worker.model_fingerprint, self._worker.side)
-        ends = _ends_of(self._worker.side, request, block_ids, windows)
+        ends = _ends_of(self._worker.side, request, block_ids, last)
         wire_key = (transfer.transfer_id, request.attempt)
         with self._acting():
             outgoing = self._outgoing.get_by_wire(wire_key)
@@ -107,14 +105,14 @@ class SendTransfers(Transfers):
                 self._apply(outgoing, send_side.lend(outgoing.send, len(seeds), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds, ends, num_cached_tokens)
             # What the prefix cache holds can be published before the first step of the request.
-            outgoing.request_blocks(num_cached_tokens, self._block_size, windows)
+            outgoing.request_blocks(num_cached_tokens, self._block_size, last)
             self._outgoing.add(outgoing)
             self._history.record(wire_key)
 
-    def publish(self, key: str, num_computed_tokens: int, windows: Tables = ()) -> None:
+    def publish(self, key: str, num_computed_tokens: int, last: Tables = ()) -> None:
         """See ``SenderConnector``."""
         with self._acting():
-            self._outgoing.find(key).request_blocks(num_computed_tokens, self._block_size, windows)
+            self._outgoing.find(key).request_blocks(num_computed_tokens, self._block_size, last)
 
     def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
         """See ``SenderConnector``."""

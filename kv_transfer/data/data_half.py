@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
-from engine.connector import KVMemory, LayerWatch
+from engine.connector import KVMemory, LayerWatch, states_of
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.converting import Converter
 from kv_transfer.data.publishing import PassWatch, Publisher
@@ -173,6 +173,9 @@ class DataHalf:
         if isinstance(job, CommitJob):
             for region in self._memory.regions:
                 region.commit(list(job.block_ids))
+            if job.states is not None:
+                record = states_of(self._memory.regions[job.states.group])
+                record.note_received(job.states.pieces, job.states.num_tokens)
             return ev.CommitDone()
         if job.part is not None:
             return self._reader.read_ahead(job)

@@ -9,7 +9,8 @@ from functools import cache, partial
 from statistics import median
 
 from contract.errors import ErrorKind
-from engine.connector import Computed, KVMemory, LayerWatch, mark_computed
+from contract.layout import STATES
+from engine.connector import Computed, KVMemory, LayerWatch, mark_computed, states_of
 from kv_transfer.data.reading import DigestViews
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
@@ -119,6 +120,8 @@ class Publisher:
             if unfinished.num_bytes < block_bytes:
                 self._digest(unfinished, order, block_bytes, start, end)
             return ev.BlockRange(first, unfinished.digests.values(start, end))
+        if order.num_tokens:
+            states_of(memory).check(block_ids, order.num_tokens)
         views = self._views[order.group].of(read_views(memory, block_ids))
         digests = digests_of(self.digest, views, order.seeds[start:end])
         return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids, first, order.group))
@@ -217,7 +220,8 @@ class PassWatch:
         self._memory = memory
         self._publisher = publisher
         self._post = post
-        self._num_layers = sum(region.layout.num_layers for region in memory.regions)
+        layouts = [region.layout for region in memory.regions]
+        self._num_layers = sum(layout.num_layers for layout in layouts if layout.parts != STATES)
         self._estimator = CompletionEstimator(
             self._num_layers, lambda end: post(partial(publisher.report_end, self._last, end))
         )

@@ -38,16 +38,28 @@ class Share(msgspec.Struct, frozen=True):
 def digest_seeds(request: EngineRequest, model_fingerprint: str, side: Side) -> list[int]:
     """Return one seed per block of the transfer, from the block's hash: right bytes of a wrong prompt fail too.
 
-    Groups after the first add their names, so a block of another group at the same place fails.
+    Groups after the first add their names, so a block of another group at the same place fails. States are those of the
+    whole prompt, so each piece of them starts from the hash of all its tokens, in blocks of any size.
     """
     tokens = request.prompt_token_ids
-    hashes = all_block_hashes(request.hash_root(model_fingerprint), tokens, side.layout.block_size)
-    first, *others = side.places_to_send(len(tokens))
-    chosen = hashes[first.start : first.stop]
-    for name, places in zip(side.group_names[1:], others, strict=True):
-        named = (hashes[place] + name.encode() for place in places)
-        chosen += [hashlib.blake2b(each, digest_size=8).digest() for each in named]
-    return [int.from_bytes(block_hash[:8], "little") for block_hash in chosen]
+    root = request.hash_root(model_fingerprint)
+    hashes = all_block_hashes(root, tokens, side.layout.block_size)
+    chosen: list[bytes] = []
+    for group, places in enumerate(side.places_to_send(len(tokens))):
+        if group == side.state_group:
+            (whole,) = all_block_hashes(root, tokens, len(tokens))
+            name = side.group_names[group]
+            chosen += [_digest(whole + f"{name} {place}".encode()) for place in places]
+        elif group == 0:
+            chosen += hashes[places.start : places.stop]
+        else:
+            name = side.group_names[group]
+            chosen += [_digest(hashes[place] + name.encode()) for place in places]
+    return [int.from_bytes(each[:8], "little") for each in chosen]
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 class RunningDigests(ABC):

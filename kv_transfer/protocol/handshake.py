@@ -24,6 +24,7 @@ from contract.errors import (
 )
 from contract.identity import Role, why_no_name
 from contract.layout import Side, weights_of
+from contract.state_layout import StateLayout
 from kv_transfer.options import LinkSettings
 from kv_transfer.protocol.digests import DIGESTS, XXH3_64
 from kv_transfer.protocol.messages import (
@@ -160,6 +161,7 @@ class Dialing:
             DIGESTS,
             _copied_heads(me.side),
             _groups(me.side),
+            _states(me.side),
         )
         return self._transcript.proved(_PROVE, unproved)
 
@@ -266,6 +268,7 @@ class Accepting:
             digest,
             num_kv_heads=_copied_heads(me.side),
             groups=_groups(me.side),
+            states=_states(me.side),
         )
         welcome = self._transcript.proved(_WELCOME, unproved)
         self.session = Session(
@@ -288,13 +291,18 @@ def _groups(side: Side) -> tuple[CacheGroup, ...] | UnsetType:
     return side.layers if isinstance(side, GroupedSide) else UNSET
 
 
+def _states(side: Side) -> StateLayout | UnsetType:
+    return side.states or UNSET if isinstance(side, GroupedSide) else UNSET
+
+
 def _side(of: Prove | Welcome, who: str) -> Side:
     """Return the peer's side. Raises IncompatiblePeerError for heads that its ranks do not hold."""
     try:
         num_kv_heads = 0 if of.num_kv_heads is UNSET else of.num_kv_heads
         if of.groups is UNSET:
             return Side(of.layout, of.num_ranks, num_kv_heads)
-        return GroupedSide.of(of.groups, of.num_ranks, num_kv_heads)
+        states = None if of.states is UNSET else of.states
+        return GroupedSide.of(of.groups, of.num_ranks, num_kv_heads, states)
     except ValueError as error:
         raise IncompatiblePeerError(f"{who} describes its KV wrongly: {error}") from error
 

@@ -19,6 +19,7 @@ from contract.errors import TransferError
 from contract.layout import KVLayout
 from contract.options import MAX_SECONDS
 from contract.proofs import derive_key, make_proof
+from contract.state_layout import StateLayout
 from engine.connector import FirstToken
 from kv_transfer.protocol.digests import XXH3_64
 from kv_transfer.protocol.reads import RangeGrant
@@ -78,7 +79,7 @@ class Prove(Message, frozen=True, tag="prove"):
     layout: of one rank. transports: those that it can read over, best first. timeout_seconds: after so long a silence the
     peer is dead. digests: the algorithms that it can verify blocks by. num_kv_heads: of the model, if ranks hold the same
     ones; else it is not sent, and proofs are those of peers without the field. groups: of layers, if not each layer keeps
-    all tokens; ``layout`` is the first one's then.
+    all tokens; ``layout`` is the first one's then. states: of recurrent layers, if there are any; then groups are sent, too.
     """
 
     proof: str
@@ -90,12 +91,13 @@ class Prove(Message, frozen=True, tag="prove"):
     digests: tuple[str, ...] = (XXH3_64,)
     num_kv_heads: Positive | UnsetType = UNSET
     groups: Groups | UnsetType = UNSET
+    states: StateLayout | UnsetType = UNSET
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
     """The link is up. protocol: the version that both use. offers: where the blocks are read, best first.
 
-    digest: the algorithm by which blocks are announced. num_kv_heads, groups: see ``Prove``.
+    digest: the algorithm by which blocks are announced. num_kv_heads, groups, states: see ``Prove``.
     """
 
     protocol: Count
@@ -108,6 +110,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     proof: str = ""
     num_kv_heads: Positive | UnsetType = UNSET
     groups: Groups | UnsetType = UNSET
+    states: StateLayout | UnsetType = UNSET
 
 
 class Refused(Message, frozen=True, tag="refused"):

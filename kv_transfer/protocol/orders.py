@@ -17,7 +17,8 @@ class PublishOrder(msgspec.Struct, frozen=True):
     first_block: index of ``block_ids[0]`` in the transfer. seeds: of the blocks' digests. num_parts: number of groups of
     layers that are made readable one by one while the pass runs; 1: all at its end. announces_end: this is the last range,
     and the receiver should get an estimate of when it will be complete. is_computed: the pass computes none of the blocks,
-    which are published before it. group: of layers, in which all of them are.
+    which are published before it. group: of layers, in which all of them are. num_tokens: those that the states have to have
+    absorbed if the blocks are pieces of a slot; 0 for blocks of KV.
     """
 
     key: str
@@ -29,6 +30,7 @@ class PublishOrder(msgspec.Struct, frozen=True):
     announces_end: bool = False
     is_computed: bool = False
     group: int = 0
+    num_tokens: int = 0
 
     @property
     def end_block(self) -> int:
@@ -157,12 +159,21 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
         return replace(self, shares=shares, conversion=conversion, grants=grants)
 
 
+class ReceivedStates(msgspec.Struct, frozen=True):
+    """The pieces of a slot that has received the states behind ``num_tokens`` tokens. group: its number."""
+
+    group: int
+    pieces: tuple[int, ...]
+    num_tokens: int
+
+
 class CommitJob(msgspec.Struct, frozen=True, tag=True):
-    """Make verified blocks visible to the device."""
+    """Make verified blocks visible to the device. states: None without recurrent layers."""
 
     key: str
     block_ids: tuple[int, ...]
     read: Read
+    states: ReceivedStates | None = None
 
 
 def orders_of(metadata: Any) -> list[PublishOrder]:

@@ -50,7 +50,10 @@ class TransferPlan:
         ours = self.ours.places_to_send(num_tokens)
         theirs = self.theirs.places_to_send(num_tokens)
         for group, (plan, places, their_places) in enumerate(zip(self.groups, ours, theirs, strict=True)):
-            sections.append(Section(group, plan, places, first, their_places, their_first))
+            is_state = group == self.ours.state_group
+            # Pieces of a slot are counted as blocks of one token.
+            length = len(places) if is_state else num_tokens
+            sections.append(Section(group, plan, places, first, their_places, their_first, length, is_state))
             first += len(places)
             their_first += len(their_places)
         return tuple(sections)
@@ -131,7 +134,8 @@ class TransferPlan:
 class Section:
     """The blocks of one group of layers in a transfer. Places count from the prompt's first token, numbers in the transfer.
 
-    places, their_places: those that are handed over. first, their_first: the number of the first of them.
+    places, their_places: those that are handed over. first, their_first: the number of the first of them. num_tokens: of the
+    prompt. is_state: they are the pieces of a slot of states, which are those of the whole prompt, so that no cache has any.
     """
 
     group: int
@@ -140,19 +144,29 @@ class Section:
     first: int
     their_places: range
     their_first: int
+    num_tokens: int
+    is_state: bool = False
 
     @property
     def end(self) -> int:
         """The number of the first block behind ours."""
         return self.first + len(self.places)
 
-    def num_covered(self, num_their_blocks: int, num_tokens: int) -> int:
+    def missing(self, num_cached: int) -> tuple[int, int]:
+        """Return (number of the first block that is to be read, end). num_cached: blocks before this place are cached."""
+        if self.is_state:
+            return self.first, self.end
+        return self.first + max(0, num_cached - self.places.start), self.end
+
+    def num_covered(self, num_their_blocks: int) -> int:
         """Return how many of our first blocks are within the sender's first ``num_their_blocks`` of the transfer."""
         num_theirs = num_their_blocks - self.their_first
         if num_theirs >= len(self.their_places):
             return len(self.places)
         covered = (
-            self.plan.num_covered(self.their_places.start + num_theirs, num_tokens) if num_theirs > 0 else 0
+            self.plan.num_covered(self.their_places.start + num_theirs, self.num_tokens)
+            if num_theirs > 0
+            else 0
         )
         return max(0, covered - self.places.start)
 
@@ -267,7 +281,7 @@ class AnnouncedBlocks:
         """
         section = self.section_of(our_first)
         to_place = section.places.start - section.first
-        places = section.plan.source_blocks(our_first + to_place, our_end + to_place, self.num_tokens)
+        places = section.plan.source_blocks(our_first + to_place, our_end + to_place, section.num_tokens)
         to_number = section.their_first - section.their_places.start
         blocks = range(places.start + to_number, places.stop + to_number)
         chosen = slice(blocks.start, blocks.stop)
@@ -277,4 +291,4 @@ class AnnouncedBlocks:
 
     def _num_covered(self, num_their_blocks: int) -> int:
         """Return how many of our first blocks are within the sender's first ``num_their_blocks``."""
-        return sum(section.num_covered(num_their_blocks, self.num_tokens) for section in self.sections)
+        return sum(section.num_covered(num_their_blocks) for section in self.sections)

@@ -261,9 +261,8 @@ class Registry:
 
     def _check(self, new: Registration) -> None:
         """Raise an error for a registration that is incomplete, or does not fit the attached workers and their model."""
-        names = ["worker_id", "boot_id", "address", "model_fingerprint", "max_model_len"]
-        if worker_role(new.role) is not Role.AGGREGATED:  # that one need not hand KV over
-            names.append("control_address")
+        names = ["worker_id", "boot_id", "address", "control_address", "model_fingerprint", "max_model_len"]
+        worker_role(new.role)
         for name in names:
             if not getattr(new, name):
                 raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)

@@ -48,6 +48,7 @@ class StuckMemory:
     memfd = None
     pool_view = None
     device_pool = None
+    states = None
     start = 0
 
     def __init__(self, memory: KVMemory) -> None:

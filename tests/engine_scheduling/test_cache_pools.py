@@ -16,10 +16,10 @@ from engine.scheduling.blocks.lent_blocks import (
     can_allocate_each,
     grow_lent,
     hand_over,
+    last_blocks,
     plan_received,
     quarantine,
     release_quarantine,
-    seen_blocks,
 )
 from engine.scheduling.blocks.window_pool import WindowPool
 from tests.soak_settings import machine_settings
@@ -133,7 +133,7 @@ def test_what_was_promised_is_there_whoever_shares_the_blocks() -> None:
             others += 1
     assert others == 5  # as many as there are blocks that are not promised
     assert window.num_blocks_of("lent") == 20
-    (seen,) = seen_blocks(pools, "lent", 40)
+    (seen,) = last_blocks(pools, "lent", 40)
     assert len(seen) == 1
     hand_over(pools, "lent", "lease")
     assert window.num_available_blocks == 9 - 5 - 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +12,10 @@ from contract.errors import SettingError
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from contract.state_layout import StateLayout, StatePart
-from engine.connecting import Transfers
 from engine.core import EngineCore
 from engine.kv_cache.shares import HOST_LIMIT_BYTES, StateNeeds, Workload
 from engine.kv_cache.startup import KVCacheSpec, make_config
 from engine.settings import EngineSettings
-from roles.table import STAGES
 from tests.checkpoints import load_reference, reference_greedy, write_checkpoint
 from tests.drafting_engines import DraftingEngine, without_drafts
 from tests.families.tiny_models import make_tiny, tiny_config
@@ -122,18 +120,6 @@ def test_a_model_of_recurrent_layers_alone_is_served(tmp_path: Path) -> None:
     assert (info.layout.num_layers, info.layout.block_bytes, info.num_state_slots) == (0, 0, 2)
     assert info.num_blocks == 1 + 2 * 20
     check_answers(engine, folder)
-
-
-def test_an_engine_with_states_opens_no_connector(model: Path) -> None:
-    """A worker of its own serves the model; one that hands KV over would lose the states."""
-
-    def never(*_: object) -> NoReturn:
-        raise AssertionError("a connector is opened")
-
-    core = EngineCore(EngineSettings(model=model, kv_cache_bytes=MIB, **CRAMPED), Transfers(never, STAGES))
-    assert core.info.control_address == ""
-    assert core.info.why_alone == "the states of the model's recurrent layers are not handed over"
-    core.close()
 
 
 def test_kv_tiers_are_refused(model: Path) -> None:

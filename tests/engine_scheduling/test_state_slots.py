@@ -10,14 +10,13 @@ import pytest
 
 from contract.block_hash import BlockHash
 from contract.cache_layout import CacheLayout
-from contract.errors import UnavailableError
 from contract.layout import KVLayout
-from contract.membership import RoleOrder
 from contract.requests import choice_key
 from contract.state_layout import StateLayout, StatePart
 from engine.kv_cache.startup import KVCacheConfig
 from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
 from engine.scheduling.blocks.cache_pools import CachePools
+from engine.scheduling.blocks.lent_blocks import can_allocate_each, find_received, plan_received
 from engine.scheduling.blocks.state_slots import StateSlots
 from engine.scheduling.blocks.state_snapshots import StateSnapshots
 from engine.scheduling.requests.request import Request
@@ -26,7 +25,6 @@ from tests.engine_scheduling.test_drafts import RecordedEngine
 from tests.engine_scheduling.test_state_machine import MachineOfWholePrompts, SchedulerMachine
 from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
 from tests.soak_settings import machine_settings, soaked
-from worker.flipping import Flip
 
 SIZE = 4
 STATES = StateLayout((StatePart(layer=0, name="recurrent", shape=(2,), dtype="float32"),))
@@ -39,15 +37,16 @@ def config_of(num_blocks: int, num_slots: int, num_layers: int = 1, num_spares: 
     return KVCacheConfig((num_blocks,), cache, num_slots, num_spares)
 
 
-def engine_of(num_blocks: int, num_slots: int, **changes: Any) -> SteppedEngine:
+def engine_of(
+    num_blocks: int, num_slots: int, *, with_connector: bool = False, **changes: Any
+) -> SteppedEngine:
     small = {"max_num_seqs": 4, "max_num_batched_tokens": 32, **changes}
-    return SteppedEngine(with_connector=False, cache=config_of(num_blocks, num_slots), **small)
+    return SteppedEngine(with_connector=with_connector, cache=config_of(num_blocks, num_slots), **small)
 
 
 class MachineOfStates(SchedulerMachine):
     """Fewer slots than places, so that requests wait for one."""
 
-    has_connector = False
     num_slots = 2
     num_spares = 0
 
@@ -55,10 +54,14 @@ class MachineOfStates(SchedulerMachine):
         super().__init__()
         changes = {**self.memory, **self.batching, **self.changes}
         cache = config_of(14, self.num_slots, num_spares=self.num_spares)
-        self.engine = SteppedEngine(with_connector=False, cache=cache, max_num_seqs=3, **changes)
+        self.engine = SteppedEngine(cache=cache, max_num_seqs=3, remote_kv_timeout_seconds=5.0, **changes)
 
     def _fits(self, request: Request) -> bool:
         pools = self.engine.scheduler.pools
+        if request is self.engine.scheduler.remote_kv.receiver.unserved:
+            cached = find_received(pools, request.block_hashes)
+            heads, numbers = plan_received(pools, request.num_prompt_tokens, cached)
+            return can_allocate_each(pools, numbers, heads, [])
         cached = pools.find_cached(request.reusable_hashes)
         return pools.can_hold(blocks_needed(request.num_tokens, SIZE) - len(cached[0]), cached)
 
@@ -263,15 +266,6 @@ def test_states_lie_behind_each_other() -> None:
     layout = StateLayout(parts)
     assert [start for _, start in layout.placed()] == [0, 64, 192]
     assert (layout.slot_bytes, layout.num_layers) == (256, 2)
-
-
-async def test_a_worker_with_states_keeps_its_role() -> None:
-    engine = engine_of(64, 4)
-    assert engine.core.info.why_alone
-    nothing: Any = None
-    flip = Flip(nothing, nothing, lambda: nothing, engine.core.info.why_alone)
-    with pytest.raises(UnavailableError, match="takes no other role: the states of the model's recurrent"):
-        flip.begin(RoleOrder(role="prefill", epoch=1))
 
 
 def snapshots_of(num_slots: int = 2, block_size: int = SIZE) -> StateSnapshots:

@@ -195,7 +195,7 @@ def test_a_lent_prompt_is_never_short_of_a_block() -> None:
         engine.core.call("check_integrity", [])
         assert pools.pools[1].holders().get("a#0.0", 0) <= pools.groups[1].max_blocks(40, 6)
     assert engine.connector.sends["a#0.0"].num_published == 40
-    assert len(engine.connector.sends["a#0.0"].windows[0]) == len(pools.groups[1].seen_blocks(40)) == 1
+    assert len(engine.connector.sends["a#0.0"].last[0]) == len(pools.groups[1].seen_blocks(40)) == 1
     assert engine.tokens("a#0.0") == fake_answer(prompt, 1)
     engine.connector.end_lease("a#0.0")
     engine.run()

@@ -62,6 +62,7 @@ class ByteMemory:
 
     pool_view: memoryview | None = None
     device_pool = None
+    states = None
     start = 0
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:

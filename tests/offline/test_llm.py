@@ -22,7 +22,14 @@ import transformers
 from contract.errors import InvalidRequestError, SettingError, UnavailableError
 from kvbaton import LLM, PoolingParams, RequestOutput, SamplingParams
 from launch.model import find_model
-from tests.checkpoints import load_reference, make_checkpoint, write_modules
+from tests.checkpoints import (
+    load_reference,
+    make_checkpoint,
+    reference_greedy,
+    write_checkpoint,
+    write_modules,
+)
+from tests.families.tiny_models import make_tiny
 from tests.offline import programs
 from tests.service import running_service
 
@@ -138,6 +145,19 @@ def test_an_embedding_model_gives_means_where_it_says_so_and_no_answers(tmp_path
     for (output,) in (first, again):
         assert output.num_cached_tokens == 0
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_states_of_recurrent_layers_are_handed_over(tmp_path: Path) -> None:
+    """Workers of both roles serve a model with short convolutions."""
+    folder = write_checkpoint(tmp_path, make_tiny("lfm2"), 3)
+    prompts = [[(37 * i + 11) % 256 for i in range(length)] for length in (40, 1, 9)]
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with LLM(folder, num_threads=1, dtype="float32", max_num_batched_tokens=32, prefill=1, decode=1) as llm:
+        answers = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling)]
+    model = load_reference(folder)
+    assert answers == [reference_greedy(model, prompt, 12) for prompt in prompts]
 
 
 @pytest.mark.slow

@@ -63,14 +63,6 @@ async def test_a_worker_of_a_later_protocol_range_that_overlaps_is_taken() -> No
         assert len((await cluster.debug_state())["workers"]) == 1
 
 
-async def test_an_aggregated_worker_without_a_connector_is_taken() -> None:
-    """The states of recurrent layers are not handed over, so its engine opens none."""
-    async with running_cluster(SAY, ()) as cluster:
-        await cluster.add(Role.AGGREGATED, control_address="")
-        await cluster.service.wait_ready()
-        assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
-
-
 async def test_a_stranger_without_the_secret_is_refused() -> None:
     """H4: it has no certificate of the cluster, and takes none of the router's."""
     async with running_cluster(SAY) as cluster:

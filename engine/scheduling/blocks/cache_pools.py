@@ -43,6 +43,15 @@ def prefix_match(
     return max(end for end, usable in enumerate(is_usable) if usable)
 
 
+def prefix_of(groups: Sequence[CacheGroup], found: Sequence[Sequence[int]], num_blocks: int) -> Blocks:
+    """Return the blocks of a prefix in each group, without those that a window has passed. found: see ``prefix_match``."""
+    blocks: list[list[int]] = []
+    for group, own in zip(groups, found, strict=True):
+        num_passed = group.num_passed_blocks(num_blocks * group.layout.block_size)
+        blocks.append([NULL_BLOCK] * num_passed + list(own[num_passed:num_blocks]))
+    return tuple(blocks)
+
+
 def pool_of(group: CacheGroup, num_blocks: int, *, enable_prefix_caching: bool = True) -> BlockPool:
     """Return a new pool for a group."""
     kind = BlockPool if group.window is None else WindowPool
@@ -108,7 +117,7 @@ class CachePools:
         if not self._windows:  # then this is the only group
             return (self.first.find_cached(hashes),)
         found = [pool.find_each_cached(hashes) for pool in self.pools]
-        return self._prefixes(found, prefix_match(self.groups, found))
+        return prefix_of(self.groups, found, prefix_match(self.groups, found))
 
     def _find_with_states(self, hashes: Sequence[BlockHash]) -> Blocks:
         if (snapshots := self.snapshots) is None:
@@ -119,15 +128,7 @@ class CachePools:
         if not num_blocks:
             return self.empty()
         snapshots.use(hashes[num_blocks - 1])
-        return (*self._prefixes(found, num_blocks), [slots[num_blocks - 1]])
-
-    def _prefixes(self, found: Sequence[Sequence[int]], num_blocks: int) -> Blocks:
-        """Return the blocks of a prefix in each group, without those that a window has passed."""
-        blocks: list[list[int]] = []
-        for group, own in zip(self.groups, found, strict=True):
-            num_passed = group.num_passed_blocks(num_blocks * self.block_size)
-            blocks.append([NULL_BLOCK] * num_passed + list(own[num_passed:num_blocks]))
-        return tuple(blocks)
+        return (*prefix_of(self.groups, found, num_blocks), [slots[num_blocks - 1]])
 
     def can_allocate(self, num_new: int, cached: Blocks | None = None) -> bool:
         """Return whether ``allocate`` with the same arguments may be called, for a holder that has a slot."""
@@ -159,10 +160,17 @@ class CachePools:
         tables = cached or [()] * len(self.pools)
         new = [pool.allocate(holder, num_new, own) for pool, own in zip(self.pools, tables, strict=False)]
         if self.states is not None:
-            new.append(self.states.allocate(holder))
-            if cached and cached[-1]:  # the snapshot behind the cached blocks
-                self.states.restore(holder, cached[-1][0])
+            new += self.allocate_slot(holder, cached)
         return tuple(new)
+
+    def allocate_slot(self, holder: str, cached: Blocks | None) -> list[list[int]]:
+        """Give a slot to a holder without one, with the snapshot behind its cached blocks; return that part of Blocks."""
+        if self.states is None:
+            return []
+        new = self.states.allocate(holder)
+        if cached and cached[-1]:
+            self.states.restore(holder, cached[-1][0])
+        return [new]
 
     def note_computed(
         self, holder: str, num_tokens: int, num_prompt_tokens: int, hashes: list[BlockHash]
@@ -246,6 +254,6 @@ class CachePools:
             assert len(lengths) == 1, f"{holder}: unequal tables"
         if self.states is not None:
             self.states.check_integrity()
-            assert self.states.holders() == holders.difference(lent), (
+            assert self.states.holders() == holders, (  # no tier stores states, so there is no copy
                 "a request has blocks without a slot, or a slot without blocks"
             )

@@ -1,14 +1,18 @@
 """The blocks of prompts that are handed over, in each group of layers: those that are lent, and those that are received.
 
+Recurrent layers have a slot of each prompt, which both sides have from the beginning, with the first blocks.
+
 A prompt whose KV is lent has blocks for all of it, where all tokens are kept, before its first chunk runs; in a group with
 a window it has a promise of as many as it will hold at once (``WindowPool``), and its table grows with the chunks.
 """
 
 from collections.abc import Sequence
 
+from contract.block_hash import BlockHash
 from contract.cache_layout import CacheGroup
+from contract.state_layout import NO_SLOT
 from engine.scheduling.blocks.block_pool import NULL_BLOCK, blocks_needed
-from engine.scheduling.blocks.cache_pools import Blocks, CachePools
+from engine.scheduling.blocks.cache_pools import Blocks, CachePools, prefix_match, prefix_of
 from engine.scheduling.blocks.window_pool import WindowPool
 
 
@@ -19,30 +23,48 @@ def allocate_to_lend(pools: CachePools, holder: str, num_new: int, num_chunk: in
     ``CachePools.can_hold`` of ``num_new`` and ``cached``.
     """
     appended = []
-    for group, pool, own in zip(pools.groups, pools.pools, cached, strict=True):
+    for group, pool, own in zip(pools.groups, pools.pools, cached, strict=False):
         num_own = num_new
         if isinstance(pool, WindowPool):
             num_blocks = num_new + pool.cost_of(own)
             pool.promise(holder, group.max_blocks(num_blocks * pools.block_size, pools.max_chunk))
             num_own = num_chunk
         appended.append(pool.allocate(holder, num_own, own))
-    return tuple(appended)
+    return (*appended, *pools.allocate_slot(holder, cached))
 
 
 def grow_lent(pools: CachePools, holder: str, num_blocks: int) -> Blocks:
     """Append promised blocks of a prompt whose KV is lent, up to the first ``num_blocks`` of it; return them."""
     each = [pool.allocate(holder, max(0, num_blocks - pool.num_blocks_of(holder))) for pool in pools.pools]
-    return tuple(each)
+    return (*each, *pools.empty()[len(each) :])
 
 
-def seen_blocks(pools: CachePools, holder: str, num_tokens: int) -> Blocks:
-    """Return the holder's blocks of the first ``num_tokens`` that the token behind them sees, of groups with windows."""
+def last_blocks(pools: CachePools, holder: str, num_tokens: int) -> Blocks:
+    """Return what is lent of a holder when the first ``num_tokens``, its whole prompt, are computed.
+
+    Of groups with windows the blocks that the token behind them sees, and the pieces of its slot.
+    """
     found = []
     for group, pool in zip(pools.groups, pools.pools, strict=True):
         if group.window is not None:
             places = group.seen_blocks(num_tokens)
             found.append(pool.table_of(holder)[places.start : places.stop])
+    if pools.states is not None:
+        found.append(pools.states.pieces_of(holder))
     return tuple(found)
+
+
+def find_received(pools: CachePools, hashes: Sequence[BlockHash]) -> Blocks:
+    """Return the blocks of the longest prefix whose KV is here, and need not be received.
+
+    No snapshot is needed, since the states behind the whole prompt are received in any case.
+    """
+    if pools.states is None:
+        return pools.find_cached(hashes)
+    if not pools.groups[0].layers:
+        return ([],)  # the model has no KV
+    found = [pool.find_each_cached(hashes) for pool in pools.pools]
+    return prefix_of(pools.groups, found, prefix_match(pools.groups, found))
 
 
 def plan_received(pools: CachePools, num_tokens: int, cached: Blocks) -> tuple[Blocks, list[int]]:
@@ -72,6 +94,8 @@ def can_allocate_each(
     pools: CachePools, numbers: Sequence[int], heads: Blocks, others: Sequence[int]
 ) -> bool:
     """Return whether each group has so many new blocks behind ``heads``. others: see ``CachePools.can_hold``."""
+    if pools.states is not None and pools.states.next_to_receive == NO_SLOT:
+        return False
     for group, pool, num_new, own in zip(pools.groups, pools.pools, numbers, heads, strict=True):
         if not pool.can_allocate(num_new + num_promised_blocks(pools, group, others), own):
             return False
@@ -79,25 +103,44 @@ def can_allocate_each(
 
 
 def allocate_each(pools: CachePools, holder: str, numbers: Sequence[int], heads: Blocks) -> Blocks:
-    """Append these blocks, and so many taken ones of each group, to the holder's tables; return what was appended."""
+    """Append these blocks, and so many taken ones of each group, to the holder's tables; return what was appended.
+
+    The holder gets a slot, if the model has states.
+    """
     each = zip(pools.pools, numbers, heads, strict=True)
-    return tuple([pool.allocate(holder, num_new, own) for pool, num_new, own in each])
+    tables = tuple([pool.allocate(holder, num_new, own) for pool, num_new, own in each])
+    return tables if pools.states is None else (*tables, pools.states.allocate_to_receive(holder))
+
+
+def received_tables(pools: CachePools, holder: str, tables: Blocks, num_blocks: int) -> Blocks:
+    """Return what a prompt of so many blocks is received into: of each group that has bytes, and the pieces of its slot."""
+    if pools.states is None:
+        return tuple([table[:num_blocks] for table in tables])
+    found = zip(pools.groups, tables, strict=False)
+    with_bytes = [table[:num_blocks] for group, table in found if group.layers]
+    return (*with_bytes, pools.states.pieces_of(holder))
 
 
 def hand_over(pools: CachePools, holder: str, new_holder: str) -> None:
     """Give all references of ``holder`` to ``new_holder``, which must hold nothing."""
     for pool in pools.pools:
         pool.hand_over(holder, new_holder)
+    if pools.states is not None:
+        pools.states.hand_over(holder, new_holder)
 
 
 def quarantine(pools: CachePools, holder: str, num_shared: int) -> None:
     """Keep a holder's blocks until ``release_quarantine``; the first ``num_shared`` of each table are only released."""
     for pool in pools.pools:
         pool.quarantine(holder, num_shared)
+    if pools.states is not None:
+        pools.states.quarantine(holder)
 
 
 def release_quarantine(pools: CachePools, holder: str) -> None:
     """Free the quarantined blocks of a holder, if it has any: the last read into them is terminal."""
+    if pools.states is not None and pools.first.is_quarantined(holder):
+        pools.states.release_quarantine(holder)
     for pool in pools.pools:
         if pool.is_quarantined(holder):
             pool.release_quarantine(holder)

@@ -6,7 +6,7 @@ that the next turn of a chat continues near its end.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from contract.block_hash import BlockHash
 from contract.state_layout import NO_SLOT
@@ -82,6 +82,10 @@ class StateSnapshots:
             slot = self._slots.pop(block_hash, NO_SLOT)
             if slot != NO_SLOT:
                 self._free.append(slot)
+
+    def forget_slots(self, slots: Collection[int]) -> None:
+        """Drop the snapshots in these slots, which are not copied after all."""
+        self.forget([block_hash for block_hash, slot in self._slots.items() if slot in slots])
 
     def clear(self) -> None:
         """Drop all snapshots."""

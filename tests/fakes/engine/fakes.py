@@ -75,7 +75,7 @@ class FakeRunner:
     """Executes a SchedulerOutput as the real runner does, and asserts that it is consistent.
 
     num_mixed_steps: steps that computed prompts and continued answers. groups: the memory and the window of
-    each group of layers, the first of which is ``memory``; empty: one group. states: of all slots.
+    each group of layers, the first of which is ``memory``; empty: one group. states: of all slots (``FakeMemory``).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FakeRunner:
         self.batch_sizes: list[int] = []
         self.num_mixed_steps = 0
         self._sequences: dict[str, FakeSequence] = {}
-        self._states = states
+        self._states = memory.states = states
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step: forward pass, then the connector's orders, then its completions."""

@@ -1,9 +1,13 @@
 """The KV memory of a fake rank: each slot holds a number that depends on all tokens up to its position."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from contract.layout import KVLayout
 from engine.connector import Computed
+
+if TYPE_CHECKING:
+    from tests.fakes.engine.sequences import FakeStates
 
 MODULUS = 2**61 - 1
 
@@ -23,6 +27,8 @@ class FakeMemory:
 
     pool_view: memoryview | None = None
     device_pool = None
+    states: "FakeStates | None" = None
+    """The slots beside this memory, in a model with recurrent layers."""
     start = 0
     others: "Sequence[FakeMemory]" = ()
     """The memories of the further groups of layers."""

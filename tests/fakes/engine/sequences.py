@@ -35,11 +35,13 @@ class FakeSequence:
 class FakeStates:
     """By slot: the number of absorbed tokens, and the code of the last one. Every misuse of a slot is detected.
 
-    spares: the slots for states before drafts, as many as requests may have drafts in a step.
+    A slot has one piece, by which it is handed over. A slot that is being read into has no state. spares: the slots for
+    states before drafts, as many as requests may have drafts in a step.
     """
 
     def __init__(self, spares: Sequence[int] = ()) -> None:
         self._states: dict[int, tuple[int, int]] = {}
+        self._reading: set[int] = set()
         self._spares = spares
         self._num_drafted = 0
 
@@ -63,12 +65,42 @@ class FakeStates:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy slots, (from, to), one after the other."""
         for source, target in pairs:
+            assert not {source, target} & self._reading, "a slot is copied while a read writes into it"
             self._states[target] = self._states[source]
+
+    def begin_reading(self, pieces: Sequence[int]) -> None:
+        """Let a read write into a slot, until ``land`` or ``scribble``."""
+        (piece,) = pieces
+        assert piece + 1 not in self._reading
+        self._reading.add(piece + 1)
+        self._states.pop(piece + 1, None)
+
+    def land(self, pieces: Sequence[int], codes: Sequence[int]) -> None:
+        """Complete a read: the states behind these tokens have arrived."""
+        (piece,) = pieces
+        self._reading.remove(piece + 1)
+        self._states[piece + 1] = len(codes), codes[-1]
+
+    def scribble(self, pieces: Sequence[int]) -> None:
+        """End a read, which leaves garbage."""
+        (piece,) = pieces
+        self._reading.discard(piece + 1)
+        self._states[piece + 1] = -1, -1
+
+    def check(self, pieces: Sequence[int], num_tokens: int, code: int | None = None) -> None:
+        """Assert that a slot has absorbed so many tokens. code: that of the last one."""
+        (piece,) = pieces
+        found = self._states[piece + 1]
+        assert found == (num_tokens, found[1] if code is None else code), "other states are lent"
+
+    def note_received(self, pieces: Sequence[int], num_tokens: int) -> None:
+        """See StateRecord; ``land`` has recorded it."""
+        self.check(pieces, num_tokens)
 
     def absorb(self, table: Sequence[int], codes: Sequence[int], start: int, end: int) -> None:
         """Advance the slot of a request, which must have absorbed the tokens before ``start``, and no others."""
         (slot,) = table
-        assert slot > 0
+        assert slot > 0 and slot not in self._reading
         if start:
             assert self._states[slot] == (start, codes[start - 1]), "it is another text's state"
         self._states[slot] = end, codes[end - 1]

@@ -31,12 +31,16 @@ from tests.fakes.engine.memory import FakeMemory, prefix_codes
 
 @dataclass
 class FakeSend:
-    """One prompt whose blocks are lent. windows: the last blocks of the groups with a window, once they are published."""
+    """One prompt whose blocks are lent. last: the last blocks of the groups with a window, once they are published.
+
+    pieces: of its slot, if the model has recurrent layers.
+    """
 
     codes: list[int]
     block_ids: list[int]
     num_published: int
-    windows: list[list[int]] = field(default_factory=list)
+    last: list[list[int]] = field(default_factory=list)
+    pieces: list[int] = field(default_factory=list)
     end: str | None = None
     first_tokens: list[FirstToken] = field(default_factory=list)
 
@@ -54,6 +58,7 @@ class FakeFetch:
     num_delivered: int = 0
     state: str = "asked"
     tables: list[list[int]] = field(default_factory=list)
+    pieces: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
 
     @property
@@ -147,6 +152,8 @@ class FakeConnector:
         for memory, table in zip(self.pool_memory.regions, fetch.tables, strict=True):
             num_passed = next(place for place, block in enumerate(table) if block)
             memory.write(table, codes, max(fetch.num_cached_blocks, num_passed) * size, len(codes))
+        if (states := self.pool_memory.states) is not None:
+            states.land(fetch.pieces, codes)
         self.rank.finished_recving.add(key)
         self._wake()
 
@@ -176,9 +183,11 @@ class FakeConnector:
         size = self.pool_memory.layout.block_size
         if send.block_ids:
             self.pool_memory.check(send.block_ids, send.codes, num_tokens)
+        if send.pieces and (states := self.pool_memory.states) is not None:
+            states.check(send.pieces, len(send.codes), send.codes[-1])
         num_blocks = -(-len(send.codes) // size)
-        regions = self.pool_memory.regions[-len(send.windows) :] if send.windows else ()
-        for memory, own in zip(regions, send.windows, strict=True):
+        regions = self.pool_memory.regions[-len(send.last) :] if send.last else ()
+        for memory, own in zip(regions, send.last, strict=True):
             assert 0 not in own
             start = num_blocks - len(own)
             memory.check([*[0] * start, *own], send.codes, num_tokens, start * size)
@@ -200,22 +209,23 @@ class FakeConnector:
         request: EngineRequest,
         block_ids: list[int],
         num_cached_tokens: int,
-        windows: Sequence[Sequence[int]] = (),
+        last: Sequence[Sequence[int]] = (),
     ) -> None:
         """See SchedulerConnector."""
         size = self.pool_memory.layout.block_size
         assert request.key not in self.sends
         assert len(block_ids) in (0, -(-len(request.prompt_token_ids) // size))
         codes = prefix_codes(request.prompt_token_ids)
-        send = FakeSend(codes, list(block_ids), num_cached_tokens, list(map(list, windows)))
+        send = FakeSend(codes, list(block_ids), num_cached_tokens)
+        self._add_last(send, last)
         self.check_lent(send, num_cached_tokens)
         self.sends[request.key] = send
 
-    def publish(self, key: str, num_computed_tokens: int, windows: Sequence[Sequence[int]] = ()) -> None:
+    def publish(self, key: str, num_computed_tokens: int, last: Sequence[Sequence[int]] = ()) -> None:
         """See SchedulerConnector."""
         send = self.sends[key]
-        assert not windows or num_computed_tokens == len(send.codes)
-        send.windows += map(list, windows)
+        assert not last or num_computed_tokens == len(send.codes)
+        self._add_last(send, last)
         assert send.end is None and send.num_published < num_computed_tokens <= len(send.codes)
         self._orders.append((key, num_computed_tokens))
 
@@ -258,6 +268,9 @@ class FakeConnector:
         assert fetch.state == "published"
         fetch.tables = list(map(list, (block_ids, *other_groups)))
         codes = prefix_codes(fetch.prompt)
+        if (states := self.pool_memory.states) is not None:
+            fetch.pieces = fetch.tables.pop()
+            states.begin_reading(fetch.pieces)
         for memory, table in zip(self.pool_memory.regions, fetch.tables, strict=True):
             assert len(table) == -(-len(fetch.prompt) // size)
             num_passed = next(place for place, block in enumerate(table) if block)
@@ -336,6 +349,14 @@ class FakeConnector:
     def _scribble(self, fetch: FakeFetch) -> None:
         for memory, blocks in zip(self.pool_memory.regions, fetch.destinations, strict=False):
             memory.scribble(blocks)
+        if fetch.pieces and (states := self.pool_memory.states) is not None:
+            states.scribble(fetch.pieces)
+
+    def _add_last(self, send: FakeSend, last: Sequence[Sequence[int]]) -> None:
+        blocks = list(map(list, last))
+        if blocks and self.pool_memory.states is not None:
+            send.pieces = blocks.pop()
+        send.last += blocks
 
     def _report(self, event: TransferEvent) -> None:
         self._events.append(event)
