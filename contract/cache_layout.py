@@ -203,23 +203,12 @@ class GroupedSide(Side, frozen=True):
         return None if self.states is None else len(self.kv_groups)
 
     def differences(self, other: Side) -> list[str]:
-        """See Side. Blocks of a group with a window begin where the window does, so equal sizes are needed.
-
-        States are not converted: those of another type, or of other layers, continue nothing here.
-        """
+        """See Side. States are not converted: those of another type, or of other layers, continue nothing here."""
         if self.group_names == other.group_names and self.states is not None:
             states = other.states if isinstance(other, GroupedSide) else None
             if difference := self.states.difference(states):
                 return [difference]
-        found = super().differences(other)
-        ours = self.layout.block_size
-        theirs = other.layout.block_size
-        has_windows = any(group.window is not None for group in self.layers)
-        if not found and has_windows and ours != theirs:
-            found = [
-                f"block_size: ours is {ours}, the peer's is {theirs} (layers with windows need equal ones)"
-            ]
-        return found
+        return super().differences(other)
 
     def places_to_send(self, num_tokens: int) -> tuple[range, ...]:
         """See Side: of a group with a window, the blocks that the token behind the prompt sees; of states, all pieces."""

@@ -9,6 +9,7 @@ from engine.scheduling.blocks.lent_blocks import (
     allocate_each,
     can_allocate_each,
     find_received,
+    num_until_whole,
     plan_received,
     quarantine,
     received_tables,
@@ -95,7 +96,11 @@ class KVReceiver:
         self._arrived = []
         for request in arrived:
             self._forget(request)
-            request.received = self._connector.pop_received(request.key)
+            received = request.received = self._connector.pop_received(request.key)
+            if received.lacks_heads:
+                request.num_until_whole = num_until_whole(
+                    self._pools, request.num_prompt_tokens, request.num_cached_blocks
+                )
         return failed + [Ready(request) for request in arrived]
 
     def reserve(self, promised: Sequence[int], other: Request | None) -> None:

@@ -96,6 +96,7 @@ class Received:
 
     first_tokens: list[FirstToken]
     report: TransferReport
+    lacks_heads: bool = False  # blocks with which windows begin have no first tokens, and must not be found
 
 
 class SenderConnector(Protocol):

@@ -40,6 +40,8 @@ def _why_not(request: Request) -> str | None:
     # The receiver would hash it like KV that this engine computes (law 7).
     if not request.hashes.is_computed_here:
         return "its prompt's KV was computed in another precision"
+    if request.num_computed_tokens < request.num_until_whole:
+        return "its windows begin in a block of which a worker with smaller blocks has sent a part"
     return None
 
 

@@ -15,6 +15,7 @@ from engine.scheduling.batch.drafting import Drafting
 from engine.scheduling.blocks.block_copies import BlockCopies
 from engine.scheduling.blocks.block_pool import blocks_needed
 from engine.scheduling.blocks.cache_pools import CachePools
+from engine.scheduling.blocks.lent_blocks import forget_heads
 from engine.scheduling.live_requests import Limits, LiveRequests
 from engine.scheduling.remote_kv import RemoteKV
 from engine.scheduling.requests.finish import ABORTED, HANDED_OVER, Finish, RequestStatus
@@ -37,8 +38,7 @@ def _finish_of_dismissed(choice: Request, first: Request) -> Finish | None:
 class Results:
     """Applies what was computed, or received, to the requests.
 
-    block_copies: to be made before anything else is computed; they are not ordered yet.
-    drafting: what learns from drafts; None unless the engine speculates.
+    block_copies: to be made before anything else is computed; not ordered yet. drafting: what learns from drafts, if any.
     """
 
     def __init__(
@@ -146,6 +146,8 @@ class Results:
             if self._tiers is not None:
                 self._tiers.offer(entered, hashes)
             request.num_indexed_blocks = num_full
+            if request.num_until_whole:
+                forget_heads(self._pools, request.key, request.num_prompt_tokens, request.num_cached_blocks)
         if self._pools.has_windows or self._pools.snapshots is not None:
             lengths = request.num_computed_tokens, request.num_prompt_tokens
             self._pools.note_computed(request.key, *lengths, request.block_hashes)

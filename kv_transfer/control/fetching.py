@@ -91,7 +91,7 @@ class FetchTransfers(Transfers):
             fetch = incoming.fetch
             report = fetch.report(incoming.num_bytes, incoming.since)
             self._effects.note_received(report)
-            received = Received(list(fetch.first_tokens or ()), report)
+            received = Received(list(fetch.first_tokens or ()), report, incoming.announced.lacks_heads)
             self._apply(incoming, fetch_side.acknowledge(fetch))
             return received
 

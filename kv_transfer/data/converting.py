@@ -80,7 +80,7 @@ def convert_in_pool(
     """Fill the pool's ``block_ids``, our blocks from ``our_first`` on, with their tokens' KV, in a few operations of torch.
 
     sources: their rank → blocks of which the first ones are those that ours are made from, for each rank that is read.
-    Slots behind the prompt's end become zero.
+    Slots before the first token that is handed over, and behind the prompt's end, become zero.
     """
     import torch
 
@@ -89,22 +89,23 @@ def convert_in_pool(
     our_end = our_first + len(block_ids)
     their_blocks = plan.source_blocks(our_first, our_end, conversion.num_tokens)
     # Only smaller blocks of ours can begin within one of theirs.
-    num_skipped = our_first - their_blocks.start * plan.theirs.layout.block_size // size
+    num_skipped = max(0, our_first - their_blocks.start * plan.theirs.layout.block_size // size)
+    num_missing = plan.num_missing(our_first) // plan.theirs.layout.block_size
     num_used = min(size, conversion.num_tokens - (our_end - 1) * size)
     targets = torch.tensor(block_ids, device=pool.device)
     for heads in plan.head_runs(conversion.our_rank):
         source = sources[heads.theirs][: len(their_blocks)].narrow(
             _POOL_HEADS, heads.their_offset, heads.count
         )
-        content = _regrouped(source.to(pool.dtype), num_skipped, len(block_ids), size)
+        content = _regrouped(source.to(pool.dtype), num_skipped, num_missing, len(block_ids), size)
         pool.narrow(_POOL_HEADS, heads.our_offset, heads.count).index_copy_(0, targets, content)
     pool[block_ids[-1]].narrow(_POOL_TOKENS - 1, num_used, size - num_used).zero_()
 
 
-def _regrouped(blocks: "Tensor", num_skipped: int, count: int, size: int) -> "Tensor":
+def _regrouped(blocks: "Tensor", num_skipped: int, num_missing: int, count: int, size: int) -> "Tensor":
     """Return ``count`` blocks of ``size`` tokens, behind ``num_skipped``, of the tokens in ``blocks``, which lie in a row.
 
-    Blocks that are missing for the last one are zero.
+    The first ``num_missing`` blocks of the first one, and those that are missing for the last one, are zero.
     """
     num_blocks, *_, theirs, head_dim = blocks.shape
     planes = blocks.shape[1:_POOL_TOKENS]
@@ -115,7 +116,7 @@ def _regrouped(blocks: "Tensor", num_skipped: int, count: int, size: int) -> "Te
     if num_blocks < count * ratio:
         present = blocks
         blocks = present.new_zeros((count * ratio, *planes, theirs, head_dim))
-        blocks[:num_blocks] = present
+        blocks[num_missing : num_missing + num_blocks] = present
     parts = blocks.view(count, ratio, *planes, theirs, head_dim).movedim(1, _POOL_TOKENS)
     return parts.flatten(_POOL_TOKENS, _POOL_TOKENS + 1)
 
@@ -228,7 +229,7 @@ def convert_blocks(
     """Fill ``targets``, our blocks from ``our_first`` on, with their tokens' KV.
 
     sources: their rank → the bytes of the blocks that these are made from, for each rank that is read. Slots behind the
-    prompt's end are left unchanged.
+    prompt's end are left unchanged; those before the first token that is handed over become zero.
     """
     plan = conversion.plan
     our_end = our_first + len(targets)
@@ -236,6 +237,8 @@ def convert_blocks(
     their_blocks = {rank: _as_blocks(content, plan.theirs.layout) for rank, content in sources.items()}
     our_blocks = [_as_blocks(target, plan.ours.layout)[0] for target in targets]
     heads = list(plan.head_runs(conversion.our_rank))
+    if num_missing := plan.num_missing(our_first):
+        our_blocks[0].narrow(_TOKENS, 0, num_missing).zero_()  # what was there may be no number
     for run in plan.token_runs(our_first, our_end, conversion.num_tokens):
         target = _part(our_blocks[run.ours - our_first], _TOKENS, run.our_offset, run.count)
         for part in heads:

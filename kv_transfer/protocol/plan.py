@@ -6,7 +6,7 @@ of the one before, from the first block that is handed over of it (``Section``).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from contract.errors import TransferError
@@ -27,10 +27,15 @@ class Run:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Maps the blocks of any prompt on their side to those on ours. Both sides fit: ``KVLayout.differences`` is empty."""
+    """Maps the blocks of any prompt on their side to those on ours. Both sides fit: ``KVLayout.differences`` is empty.
+
+    first_token: the first one that is handed over, where a block of theirs begins. Of a group of layers with a window it is
+    not the prompt's first one, and may be amid the first of our blocks, of which no later token sees what is missing.
+    """
 
     ours: Side
     theirs: Side
+    first_token: int = field(default=0, kw_only=True)
 
     @cached_property
     def is_direct(self) -> bool:
@@ -53,6 +58,8 @@ class TransferPlan:
             is_state = group == self.ours.state_group
             # Pieces of a slot are counted as blocks of one token.
             length = len(places) if is_state else num_tokens
+            if their_places.start and not plan.is_direct:
+                plan = replace(plan, first_token=their_places.start * plan.theirs.layout.block_size)
             sections.append(Section(group, plan, places, first, their_places, their_first, length, is_state))
             first += len(places)
             their_first += len(their_places)
@@ -73,7 +80,7 @@ class TransferPlan:
         """Return their blocks with tokens of our blocks ``our_first``..``our_end`` - 1 of a prompt of ``num_tokens``."""
         ours = self.ours.layout.block_size
         theirs = self.theirs.layout.block_size
-        first = our_first * ours
+        first = max(our_first * ours, self.first_token)
         end = min(our_end * ours, num_tokens)
         return range(first // theirs, -(-end // theirs))
 
@@ -98,10 +105,14 @@ class TransferPlan:
             our_first = end
 
     def token_runs(self, our_first: int, our_end: int, num_tokens: int) -> Iterator[Run]:
-        """Yield all tokens of these blocks of ours, in order, up to the prompt's end."""
+        """Yield all tokens of these blocks of ours, in order, from ``first_token`` up to the prompt's end."""
         ours = self.ours.layout.block_size
         end = min(our_end * ours, num_tokens)
-        return _runs(our_first * ours, end, ours, self.theirs.layout.block_size)
+        return _runs(max(our_first * ours, self.first_token), end, ours, self.theirs.layout.block_size)
+
+    def num_missing(self, our_first: int) -> int:
+        """Return how many tokens of a block of ours, from its first one on, are not handed over."""
+        return max(0, self.first_token - our_first * self.ours.layout.block_size)
 
     def head_runs(self, our_rank: int = 0) -> Iterator[Run]:
         """Yield the heads of our rank, in order; of several ranks of theirs with a head, one is read."""
@@ -269,6 +280,11 @@ class AnnouncedBlocks:
                 f"the sender ended with {num_blocks} blocks, {known} announced;"
                 f" the prompt has {len(self._seeds)} blocks there"
             )
+
+    @property
+    def lacks_heads(self) -> bool:
+        """True if the first block of a group of ours arrives without its first tokens."""
+        return any(section.plan.num_missing(section.places.start) for section in self.sections)
 
     def section_of(self, our_first: int) -> Section:
         """Return the section of a block of ours."""

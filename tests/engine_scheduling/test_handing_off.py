@@ -20,6 +20,7 @@ from tests.engine_scheduling.stepping import (
     fake_request,
     receiving,
 )
+from tests.engine_scheduling.test_window_machine import config_of
 from tests.fakes.engine.fakes import fake_answer
 
 NUM_TOKENS = 12
@@ -241,3 +242,25 @@ def test_the_last_output_is_sent_before_the_next_step() -> None:
 
 def _plain(order: HandOff) -> dict[str, Any]:
     return {name: getattr(order, name) for name in order.__struct_fields__}
+
+
+def test_a_block_without_its_first_tokens_is_not_lent_on() -> None:
+    """Nor is it found. With a window of 5 the token at 9 sees from 5 on, amid block 1; that at 12 from behind it."""
+    engine = SteppedEngine(cache=config_of({None: 20, 5: 12}))
+    engine.connector.lacks_heads = True
+    prompt = list(range(1, 10))
+    engine.add(fake_request("r", prompt, NUM_TOKENS, transfer=RECEIVE))
+    arrive(engine, "r#0.0")
+    request = engine.scheduler.requests["r#0.0"]
+    full, window = engine.scheduler.pools.pools
+    assert len(full.find_cached(request.block_hashes)) == 2
+    assert window.find_each_cached(request.block_hashes) == [0, 0]
+    num_refused = 0
+    while request.num_computed_tokens < 12:
+        with pytest.raises(InvalidRequestError, match="a worker with smaller blocks has sent a part"):
+            engine.hand_off(order_of("r"))
+        num_refused += 1
+        engine.step(starts_early=False)
+    assert num_refused > 0
+    engine.hand_off(order_of("r"))
+    assert engine.end("r#0.0").handed_over

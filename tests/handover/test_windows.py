@@ -169,10 +169,50 @@ async def test_each_group_is_rounded_once(model: Path, prefill: str, decode: str
     assert counters["transfer_converted_blocks_total"] > counters["transfer_needed_blocks_total"]
 
 
-async def test_another_block_size_is_refused(model: Path) -> None:
-    """A window does not begin where the larger blocks do."""
-    sides = Sides({"block_size": 8})
-    async with running_pair(model, sides=sides, **SETTINGS) as pair:
-        _, rest = await pair.ask("refused", SHARED, GREEDY)
-        assert rest[-1].error_message is not None
-        assert "layers with windows need equal ones" in rest[-1].error_message
+SMALL: dict[str, Any] = {"block_size": 4}
+LARGE: dict[str, Any] = {"block_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "transport", "chunk", "prefill", "decode"),
+    [
+        ("gemma3", "shm", 7, SMALL, LARGE),
+        ("gemma3", "tcp", 32, LARGE, SMALL),
+        pytest.param("gpt_oss", "tcp", 32, SMALL, LARGE, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "shm", 7, LARGE, SMALL, marks=pytest.mark.slow),
+        pytest.param("mistral", "tcp", 7, SMALL, LARGE, marks=pytest.mark.slow),
+        pytest.param("mistral", "shm", 32, LARGE, SMALL, marks=pytest.mark.slow),
+    ],
+)
+async def test_what_windows_reach_crosses_between_other_blocks(
+    tmp_path: Path, family: str, transport: str, chunk: int, prefill: dict[str, Any], decode: dict[str, Any]
+) -> None:
+    """The sender's blocks that its windows reach become ours, also in a second turn behind what is cached."""
+    folder = make(tmp_path, family)
+    answers = expected(folder)
+    turns = [[*prompt, *answer, 1, 2, 3] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    settings = {**SETTINGS, "max_num_batched_tokens": chunk}
+    async with running_pair(folder, sides=Sides(prefill, decode, transport), **settings) as pair:
+        assert await answers_of(pair, PROMPTS[1:2]) == answers[1:2]
+        first = await pair.decode.call("counters")
+        assert await answers_of(pair, PROMPTS, "all") == answers
+        assert await answers_of(pair, turns, "turn") == expected(folder, turns)
+        later = await pair.decode.call("counters")
+        await pair.until_free()
+        info = pair.prefill.info
+    name = f"transfer_bytes_total{{transport={transport}}}"
+    assert first[name] == moved_bytes(info, PROMPTS[1:2], [0])[1]
+    most = [*PROMPTS, *turns]
+    assert later[name] - first[name] <= moved_bytes(info, most, [0] * len(most))[1]
+
+
+async def test_a_block_without_its_first_tokens_is_not_found(model: Path) -> None:
+    """The sender's windows reach the last 4 of its 16 tokens; a prompt that ends with it needs one more."""
+    prompt = [(31 * i + 5) % 250 for i in range(50)]
+    other = [*prompt[:48], 7, 7, 9]
+    async with running_pair(model, sides=Sides(SMALL, LARGE), **SETTINGS) as pair:
+        assert await answers_of(pair, [prompt]) == expected(model, [prompt])
+        before = await pair.decode.call("counters")
+        assert await answers_of(pair, [other], "other") == expected(model, [other])
+        after = await pair.decode.call("counters")
+    assert after["cached_tokens_total"] == before["cached_tokens_total"]

@@ -193,8 +193,7 @@ def test_workers_with_other_groups_refuse_each_other() -> None:
     rounded = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=SIZE, dtype="bfloat16")
     assert SIDE.differences(side_of(None, 6, 6, layout=rounded)) == []
     larger = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=8, dtype="float32")
-    (found,) = SIDE.differences(side_of(None, 6, 6, layout=larger))
-    assert found == "block_size: ours is 4, the peer's is 8 (layers with windows need equal ones)"
+    assert SIDE.differences(side_of(None, 6, 6, layout=larger)) == []
     half = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, block_size=SIZE, dtype="float32")
     assert SIDE.differences(side_of(None, 6, 6, layout=half, num_ranks=2)) == []
     with pytest.raises(ValueError, match="do not hold"):

@@ -1,5 +1,7 @@
 """Blocks converted by a plan equal the whole prompt's KV, cut again: any block sizes, ranks, dtypes, pieces."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,3 +100,34 @@ def test_blocks_converted_within_a_pool_are_the_prompt_cut_again(
         expected[-1, :, :, :, num_tokens - (end - 1) * ours.block_size :] = 0
         assert torch.equal(pool[block_ids], expected)
         assert bool((pool[[0, -1]] == UNTOUCHED).all())
+
+
+@settings(deadline=None, max_examples=40)
+@given(ranges(), st.integers(1, 8), st.data())
+def test_tokens_before_the_first_that_is_handed_over_become_zero(
+    case: tuple[TransferPlan, int, int, int], most: int, data: st.DataObject
+) -> None:
+    """The blocks of a window may begin amid the first one of ours, and what lies there may be no number."""
+    plan, num_tokens, first, end = case
+    size, theirs = plan.ours.layout.block_size, plan.theirs.layout.block_size
+    within = range(first * size // theirs * theirs, min((first + 1) * size, num_tokens), theirs)
+    cut_off = replace(plan, first_token=data.draw(st.sampled_from(within)))
+    kv, dtype = prompt_kv(plan, num_tokens), TORCH_DTYPES[plan.ours.layout.dtype]
+    sent = kv.clone()
+    sent[:, :, :, : cut_off.first_token] = torch.nan
+    expected_kv = kv.to(dtype)
+    expected_kv[:, :, :, : cut_off.first_token] = 0
+    targets = room_for(plan.ours.layout, end - first)
+    pool = cut(expected_kv[:, :, :, :0], plan.ours, 0, 0, end - first)
+    conversion = Conversion(cut_off, first, end, num_tokens)
+    for piece_first, piece_end in cut_off.pieces(first, end, most):
+        blocks = cut_off.source_blocks(piece_first, piece_end, num_tokens)
+        assert blocks.start * theirs >= cut_off.first_token
+        landed = {each: cut(sent, plan.theirs, each, blocks.start, blocks.stop) for each in plan.ranks_of()}
+        sources = {each: as_bytes(content) for each, content in landed.items()}
+        convert_blocks(conversion, sources, piece_first, targets[piece_first - first : piece_end - first])
+        convert_in_pool(conversion, landed, piece_first, pool, range(piece_first - first, piece_end - first))
+    expected = cut(expected_kv, plan.ours, 0, first, end)
+    assert b"".join(targets) == bytes(as_bytes(expected))
+    expected[-1, :, :, :, num_tokens - (end - 1) * size :] = 0
+    assert torch.equal(pool, expected)

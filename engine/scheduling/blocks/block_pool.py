@@ -8,6 +8,7 @@ from contract.block_hash import BlockHash
 
 NULL_BLOCK = 0
 _NOTHING: tuple[int, ...] = ()
+_ALL = slice(None)
 
 
 class PrefixIndex:
@@ -180,9 +181,9 @@ class BlockPool:
         """Return the free blocks that are allocated next, in that order, ``num_blocks`` at most."""
         return list(islice(self._free, num_blocks))
 
-    def forget_content(self, holder: str) -> None:
-        """Let the content of the holder's blocks, which is corrupt, not be found any more."""
-        for block in self._tables.get(holder, ()):
+    def forget_content(self, holder: str, places: slice = _ALL) -> None:
+        """Let the content of the holder's blocks at these places, which is corrupt, not be found any more."""
+        for block in self._tables.get(holder, [])[places]:
             self._index.evict(block)
 
     def free_behind(self, holder: str, num_passed: int) -> None:

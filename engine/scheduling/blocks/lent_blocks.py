@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contract.block_hash import BlockHash
 from contract.cache_layout import CacheGroup
 from contract.state_layout import NO_SLOT
-from engine.scheduling.blocks.block_pool import NULL_BLOCK, blocks_needed
+from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool, blocks_needed
 from engine.scheduling.blocks.cache_pools import Blocks, CachePools, prefix_match, prefix_of
 from engine.scheduling.blocks.window_pool import WindowPool
 
@@ -119,6 +119,32 @@ def received_tables(pools: CachePools, holder: str, tables: Blocks, num_blocks: 
     found = zip(pools.groups, tables, strict=False)
     with_bytes = [table[:num_blocks] for group, table in found if group.layers]
     return (*with_bytes, pools.states.pieces_of(holder))
+
+
+def cut_heads(pools: CachePools, num_tokens: int, num_cached: int) -> list[tuple[BlockPool, int, int]]:
+    """Return the blocks of a prompt that is received which windows begin amid: (pool, place, tokens).
+
+    A sender with smaller blocks sends only the end of such a block. num_cached: the first blocks, which were here before.
+    tokens: when a text has so many, its window has passed the block.
+    """
+    heads = []
+    for group, pool in zip(pools.groups, pools.pools, strict=True):
+        place = group.num_passed_blocks(num_tokens)
+        start = place * pools.block_size
+        if group.window is not None and place >= num_cached and start + group.window <= num_tokens:
+            heads.append((pool, place, start + pools.block_size + group.window - 1))
+    return heads
+
+
+def num_until_whole(pools: CachePools, num_tokens: int, num_cached: int) -> int:
+    """Return the number of tokens behind which all windows have passed ``cut_heads``."""
+    return max((tokens for _, _, tokens in cut_heads(pools, num_tokens, num_cached)), default=0)
+
+
+def forget_heads(pools: CachePools, holder: str, num_tokens: int, num_cached: int) -> None:
+    """Let the holder's blocks that are ``cut_heads`` not be found by their content, of which they have a part."""
+    for pool, place, _ in cut_heads(pools, num_tokens, num_cached):
+        pool.forget_content(holder, slice(place, place + 1))
 
 
 def hand_over(pools: CachePools, holder: str, new_holder: str) -> None:

@@ -112,6 +112,7 @@ class Request:
     this request's blocks. answer_length: tokens of the whole answer that were emitted, those by other engines included.
     structured_output_request: where the answer is in its grammar; None without a grammar, and while it is compiled.
     received: what came with the prompt's KV from another worker; set between its arrival and the request's first step only.
+    num_until_whole: with fewer tokens, a window sees a block that arrived without its first tokens.
     drafts: guesses of its coming tokens, in an engine that speculates.
     """
 
@@ -134,6 +135,7 @@ class Request:
     dismissed: set[int] = field(default_factory=set)
     structured_output_request: GrammarMatcher | None = None
     received: Received | None = None
+    num_until_whole: int = 0
     drafts: Drafts = field(default_factory=Drafts)
 
     @classmethod
@@ -228,6 +230,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_cached_blocks(self) -> int:
+        """Number of full blocks that the caches had of it."""
+        return self.num_cached_tokens // self.block_size
+
+    @property
     def num_missing_tokens(self) -> int:
         """Known tokens whose KV is not computed yet; 1 for a request that decodes."""
         return len(self.token_ids) - self.num_computed_tokens
@@ -280,6 +287,7 @@ class Request:
         self.status = RequestStatus.PREEMPTED
         self.num_computed_tokens = 0
         self.num_indexed_blocks = 0
+        self.num_until_whole = 0
         self.drafts.token_ids = []
         self.prompt_logprobs.restart()
         self.hashes.restart(self.token_ids)  # as KV of this engine, even if it came from another one

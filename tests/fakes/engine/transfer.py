@@ -117,6 +117,7 @@ class FakeConnector:
         self.sends: dict[str, FakeSend] = {}
         self.fetches: dict[str, FakeFetch] = {}
         self.is_closed = False
+        self.lacks_heads = False
         self.expected: float | None = None
         self.refusal: KvbatonError | None = None
         self.expecting: ExpectsRequests | None = None
@@ -297,7 +298,9 @@ class FakeConnector:
             tokens = [fake_first_token(code, fetch.seed, choice) for choice in range(fetch.num_choices)]
         first_tokens = [FirstToken(token) for token in tokens]
         return Received(
-            first_tokens, TransferReport(0.25, 0.5, 4 * len(fetch.destination), len(fetch.destination))
+            first_tokens,
+            TransferReport(0.25, 0.5, 4 * len(fetch.destination), len(fetch.destination)),
+            self.lacks_heads,
         )
 
     def pop_events(self) -> list[TransferEvent]:
