@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,9 +17,10 @@ from contract.requests import EngineRequest
 from contract.sampling import Grammar, SamplingParams
 from engine.client import EngineClient, InProcessClient
 from engine.settings import EngineSettings
-from tests.checkpoints import EOS_ID
+from tests.checkpoints import EOS_ID, write_checkpoint
 from tests.drafting_engines import copying_model
 from tests.engine_pair import EnginePair, outputs_of, running_pair, tokens_of
+from tests.families.tiny_models import make_tiny
 from tests.handover.handing_off import Moving, ping_pong
 
 pytestmark = pytest.mark.usefixtures("free_drafts")
@@ -70,11 +72,12 @@ async def num_accepted(pair: EnginePair) -> list[float]:
     return [(await client.call("counters"))[name] for client in (pair.prefill, pair.decode)]
 
 
-async def moved_thrice(engines: list[tuple[EngineClient, str]], kind: str) -> Moving:
+async def moved_thrice(engines: list[tuple[EngineClient, str]], request: EngineRequest) -> Moving:
     """Ask again if an answer has ended before the order to hand it off came: a step with drafts has several tokens."""
     for number in count():
         with suppress(NotFoundError):
-            return await ping_pong(engines, request_of(kind, f"moved-{kind}-{number}"), 9, 3)
+            name = f"moved-{request.request_id}-{number}"
+            return await ping_pong(engines, msgspec.structs.replace(request, request_id=name), 9, 3)
     raise AssertionError
 
 
@@ -100,7 +103,7 @@ async def test_handed_over_replayed_and_moved_answers_are_equal(model: Path) -> 
         accepted = await num_accepted(pair)
         assert accepted[0] == 0 < accepted[1]
         engines = [(pair.prefill, "boot-prefill"), (pair.decode, "boot-decode")]
-        moved = await asyncio.gather(*(moved_thrice(engines, kind) for kind in CASES))
+        moved = await asyncio.gather(*(moved_thrice(engines, request_of(kind, kind)) for kind in CASES))
         for kind, moving in zip(CASES, moved, strict=True):
             assert moving.tokens == tokens_of(expected[kind])
             assert logprobs_of(moving.outputs) == logprobs_of(expected[kind])
@@ -123,3 +126,34 @@ async def test_choices_have_drafts_of_their_own(model: Path) -> None:
         assert (await num_accepted(pair))[1] > 10
     assert found[0] == found[1]
     assert len(found[0]) == 3 and len({tuple(tokens) for tokens in found[0].values()}) == 3
+
+
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_states_without_wrong_drafts_are_handed_over(
+    tmp_path: Path, family: str, temperature: float
+) -> None:
+    """An answer of a model with recurrent layers is moved and replayed behind steps whose drafts were wrong in part."""
+    folder = write_checkpoint(tmp_path, make_tiny(family), 3)
+    # Tokens that repeat themselves often, and not always.
+    sampling = SamplingParams(
+        temperature=temperature, seed=7, max_tokens=60, ignore_eos=True, allowed_token_ids=(5, 6, 7)
+    )
+    request = EngineRequest(request_id="r", prompt_token_ids=[5, 6, 7, 8] * 6, sampling=sampling)
+    small: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 160}
+    plain = await InProcessClient.start(
+        EngineSettings(model=folder, dtype="float32", kv_cache_bytes=2**22, **small)
+    )
+    whole = tokens_of(await outputs_of(plain, request))
+    await plain.shutdown()
+    async with running_pair(folder, speculate="ngram", num_speculative_tokens=4, **small) as pair:
+        first, rest = await pair.ask("r", request.prompt_token_ids, sampling)
+        assert tokens_of(first, rest) == whole
+        for cut in (1, 17, len(whole) - 2):
+            prompt = [*request.prompt_token_ids, *whole[:cut]]
+            legs = await pair.ask(f"r-{cut}", prompt, sampling, attempt=1, first_index=cut)
+            assert whole[:cut] + tokens_of(*legs) == whole
+        moving = await moved_thrice([(pair.prefill, "boot-prefill"), (pair.decode, "boot-decode")], request)
+        assert (moving.tokens, moving.num_moves) == (whole, 3)
+        assert all(accepted > 0 for accepted in await num_accepted(pair))
+        await pair.until_free()
