@@ -12,7 +12,7 @@ from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Alternatives
-from tests.protocol.engine_side import Connector, Content, EngineSide, named, no_time
+from tests.protocol.engine_side import STATES, Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
@@ -210,25 +210,30 @@ class DecodeSide(EngineSide):
                 continue
             for block in set(posted.block_ids).intersection(reading.block_ids):
                 raise LawBrokenError(
-                    f"{self.boot}: {named(reading.group, block)} is read into twice at once, for {reading.key}"
+                    f"{self.boot}: {self.named(reading.group, block)} is read into twice at once, for {reading.key}"
                 )
         self.lanes.setdefault(reading.lane, []).append(reading)
 
     def _check_may_write(self, key: str, group: int, block: int) -> None:
-        pool = self.pools.pools[group]
-        is_quarantined = block in pool._quarantined.get(key, ())
         owner = self.owner_of(group, block)
-        writes = f"{self.boot}: a read for {key} writes into {named(group, block)}"
+        writes = f"{self.boot}: a read for {key} writes into {self.named(group, block)}"
+        if (slots := self.slots_of(group)) is not None:
+            is_quarantined = slots._quarantined.get(key) == block + 1
+        else:
+            pool = self.pools.pools[group]
+            is_quarantined = block in pool._quarantined.get(key, ())
+            if pool._index.content_of(block):
+                raise LawBrokenError(f"{writes}, which is visible")
         if owner != key and not is_quarantined:
             raise LawBrokenError(f"{writes}, which is {'held by ' + owner if owner else 'free'}")
-        if pool._index.content_of(block):
-            raise LawBrokenError(f"{writes}, which is visible")
 
     def tidy(self) -> None:
         """Forget idle lanes."""
         super().tidy()
         self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
         block_bytes = self.pools.groups[0].layout.block_bytes  # the other group has as many layers
+        if self.pools.states is not None:
+            block_bytes = max(block_bytes, STATES.slot_bytes)
         for incoming in self.transfers._incoming:
             self.sink.climbed.add(incoming.fetch.retry_steps)
             if incoming.num_bytes > (1 + len(RetryStep)) * incoming.fetch.num_blocks * block_bytes:

@@ -10,10 +10,12 @@ from contract.identity import Role
 from contract.layout import KVLayout
 from contract.outputs import EngineOutput
 from contract.requests import HandOff, ReceiveTransfer, SendTransfer
+from contract.state_layout import StateLayout, StatePart
 from engine.connector import ReceiverConnector, SenderConnector, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.blocks.block_pool import NULL_BLOCK
 from engine.scheduling.blocks.cache_pools import CachePools, pool_of
+from engine.scheduling.blocks.state_slots import StateSlots
 from engine.scheduling.inspection import check_integrity
 from engine.scheduling.live_requests import Limits
 from engine.scheduling.remote_kv import RemoteKV, TransferStages
@@ -31,8 +33,13 @@ LEASE_SECONDS = 10.0
 HANDED_OVER = "handed over"
 """Stands in an entry in place of its finish reason."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="bfloat16")
-_WINDOW = -3
-"""Before the tokens in a content of the second group: other layers have other KV of the same tokens."""
+STATES = StateLayout((StatePart(layer=2, name="recurrent", shape=(1,), dtype="float32"),))
+"""The states of a third layer, in a world with slots. A slot has one piece, with the number before the slot's."""
+_TAGS: dict[str, Content] = {"block {0}": (), "block {0} of the window's": (-3,), "slot {1}": (-4,)}
+"""By the name of what a group consists of, what stands before the tokens in its contents: layers differ in their KV.
+
+In a name {0} is the number of the block, or piece, and {1} the next one.
+"""
 
 
 @cache
@@ -41,14 +48,11 @@ def groups_of(scenario: Scenario) -> tuple[CacheGroup, ...]:
     return CacheLayout.of(LAYOUT, [None, scenario.window]).groups
 
 
-def kv_of(group: int, tokens: Sequence[int]) -> Content:
-    """Return the content of a block whose last token is the last one of these, in this group of layers."""
-    return (_WINDOW, *tokens) if group else tuple(tokens)
-
-
-def named(group: int, block: int) -> str:
-    """Return the name of a block in messages."""
-    return f"block {block} of the window's" if group else f"block {block}"
+@cache
+def kinds_of(scenario: Scenario) -> tuple[str, ...]:
+    """Return the name of what each group of a transfer consists of; the slots are the last one."""
+    is_there = (True, scenario.window is not None, scenario.num_slots > 0)
+    return tuple(name for name, has_some in zip(_TAGS, is_there, strict=True) if has_some)
 
 
 def no_time() -> float:
@@ -103,7 +107,7 @@ class Connector:
 class EngineSide:
     """Owns scheduler, pools and what the blocks contain. A subclass adds the worker's transfers and its data half.
 
-    contents: by group of layers and block.
+    contents: by group of layers and block; the last ones are those of slots, by piece, in a world with states.
     """
 
     def __init__(self, scenario: Scenario, sink: Sink, boot: str, num_blocks: int, budget: int) -> None:
@@ -114,9 +118,10 @@ class EngineSide:
             pool_of(group, size + 1, enable_prefix_caching=scenario.caches_prefixes)
             for group, size in zip(groups, sizes, strict=False)
         ]
-        self.pools = CachePools(groups, pools, budget)
+        states = scenario.rules.state_slots(scenario.num_slots) if scenario.num_slots else None
+        self.pools = CachePools(groups, pools, budget, states)
         self.completions = Completions()
-        self.contents: list[dict[int, Content]] = [{} for _ in groups]
+        self.contents: list[dict[int, Content]] = [{} for _ in kinds_of(scenario)]
 
     def make_worker(self, **changes: Any) -> LocalWorker:
         """Return what production's transfers get of their worker."""
@@ -130,7 +135,8 @@ class EngineSide:
             parked_seconds=LEASE_SECONDS,
             **changes,
         )
-        side = GroupedSide.of(self.pools.groups, 1, LAYOUT.num_kv_heads)
+        states = STATES if self.scenario.num_slots else None
+        side = GroupedSide.of(self.pools.groups, 1, LAYOUT.num_kv_heads, states)
         return LocalWorker(settings, side, MODEL, wake=lambda: None, completions=self.completions)
 
     def make_scheduler(self, stages: TransferStages, connector: Connector) -> Scheduler:
@@ -219,9 +225,10 @@ class EngineSide:
         expected = content_of_hashes(self.scenario)
         for group, pool in enumerate(self.pools.pools):
             for block_hash, block in pool._index._block_by_hash.items():
-                if self.contents[group].get(block) != kv_of(group, expected[block_hash]):
+                if self.contents[group].get(block) != self.kv_of(group, expected[block_hash]):
+                    name = self.named(group, block)
                     raise LawBrokenError(
-                        f"{self.boot}: {named(group, block)} can be found by a content that it does not hold"
+                        f"{self.boot}: {name} can be found by a content that it does not hold"
                     )
         in_order = sorted(self.scheduler.requests.values(), key=lambda request: request.arrival_number)
         for arrival_number, request in enumerate(in_order):
@@ -233,6 +240,8 @@ class EngineSide:
             for pool in self.pools.pools:
                 for block in sorted(pool._free):
                     pool._free.move_to_end(block)
+            if self.pools.states is not None:
+                self.pools.states._free.sort(reverse=True)
 
     def what_is_held(self) -> list[str]:
         """Return what must not exist once everything is quiet."""
@@ -241,13 +250,36 @@ class EngineSide:
             held += [f"{holder} holds {count} blocks" for holder, count in pool.holders().items()]
             num_quarantined = pool.count_by_state()["quarantined"]
             held += [f"{num_quarantined} blocks in quarantine"] if num_quarantined else []
+        if (slots := self.pools.states) is not None and slots.num_free < slots.num_slots:
+            held.append(f"{slots.num_slots - slots.num_free} slots are not free")
         return held
 
+    def kv_of(self, group: int, tokens: Sequence[int]) -> Content:
+        """Return the content of a block, or a slot, whose last token is the last one of these, in this group."""
+        return *_TAGS[kinds_of(self.scenario)[group]], *tokens
+
+    def named(self, group: int, block: int) -> str:
+        """Return the name of a block, or of a slot, in messages."""
+        return kinds_of(self.scenario)[group].format(block, block + 1)
+
+    def is_free(self, group: int, block: int) -> bool:
+        """Return whether nothing holds the block, or the slot of this piece."""
+        slots = self.slots_of(group)
+        return self.pools.pools[group].is_free(block) if slots is None else block + 1 in slots._free
+
     def owner_of(self, group: int, block: int) -> str | None:
-        """Return the request that holds the block, None for a free or quarantined block."""
-        pool = self.pools.pools[group]
-        holders = [holder for holder in pool.holders() if block in pool.table_of(holder)]
+        """Return the request that holds the block, or the slot of this piece, None for a free or quarantined one."""
+        slots = self.slots_of(group)
+        if slots is None:
+            pool = self.pools.pools[group]
+            holders = [holder for holder in pool.holders() if block in pool.table_of(holder)]
+        else:
+            holders = [holder for holder in slots.holders() if slots.table_of(holder) == [block + 1]]
         return ", ".join(holders) or None
+
+    def slots_of(self, group: int) -> StateSlots | None:
+        """Return the slots if this is their group, which is the last one; else None."""
+        return self.pools.states if group == len(self.pools.pools) else None
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         computed = ModelRunnerOutput()
@@ -255,12 +287,16 @@ class EngineSide:
             request = self.scheduler.requests[key]
             begin, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
             self.check_prefix(key, request.token_ids[:begin])
-            for group, table in enumerate(self.pools.tables_of(key)):
+            for group, pool in enumerate(self.pools.pools):
+                table = pool.table_of(key)
                 for index in range(begin // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
                     if table[index] == NULL_BLOCK:
                         raise LawBrokenError(f"{self.boot}: {key} is computed into the null block")
                     tokens = request.token_ids[: min(end, (index + 1) * BLOCK_SIZE)]
-                    self.contents[group][table[index]] = kv_of(group, tokens)
+                    self.contents[group][table[index]] = self.kv_of(group, tokens)
+            if self.pools.states is not None:
+                (piece,) = self.pools.states.pieces_of(key)
+                self.contents[-1][piece] = self.kv_of(-1, request.token_ids[:end])
             sampled = (
                 [self.scenario.token(int(request.engine_request.request_id), end)]
                 if end == request.num_tokens
@@ -272,13 +308,20 @@ class EngineSide:
         return computed
 
     def check_prefix(self, key: str, tokens: list[int]) -> None:
-        """Check that the blocks that the token behind these sees hold the KV of exactly these tokens."""
-        for group, table in enumerate(self.pools.tables_of(key)):
-            for index in self.pools.groups[group].seen_blocks(len(tokens)):
-                wanted = kv_of(group, tokens[: (index + 1) * BLOCK_SIZE])
-                found = self.contents[group].get(table[index])
-                if found != wanted:
-                    raise LawBrokenError(
-                        f"misread: {self.boot} computes {key} on {named(group, table[index])}, which holds the"
-                        f" KV of {found}, not of {wanted}"
-                    )
+        """Check that the blocks that the token behind these sees, and the slot, hold the KV of exactly these tokens."""
+        seen: list[tuple[int, int, int]] = []
+        for group, pool in enumerate(self.pools.pools):
+            table = pool.table_of(key)
+            places = self.pools.groups[group].seen_blocks(len(tokens))
+            seen += [(group, table[index], (index + 1) * BLOCK_SIZE) for index in places]
+        if self.pools.states is not None and tokens:
+            (piece,) = self.pools.states.pieces_of(key)
+            seen.append((len(self.pools.pools), piece, len(tokens)))
+        for group, block, end in seen:
+            wanted = self.kv_of(group, tokens[:end])
+            found = self.contents[group].get(block)
+            if found != wanted:
+                raise LawBrokenError(
+                    f"misread: {self.boot} computes {key} on {self.named(group, block)}, which holds the"
+                    f" KV of {found}, not of {wanted}"
+                )

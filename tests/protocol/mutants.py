@@ -6,8 +6,10 @@ from msgspec.structs import replace
 
 from decode_service.kv_receiver import KVReceiver
 from engine.connector import Tables
+from engine.scheduling.blocks.state_slots import StateSlots
 from engine.scheduling.remote_kv import TransferStages, lease_holder
 from engine.scheduling.requests.request import Request
+from engine.scheduling.requests.step_plan import StepPlan
 from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side
@@ -88,6 +90,15 @@ class OneGroupSender(KVSender):
             pool.free_behind(holder, pool.num_blocks_of(holder))
 
 
+class EarlySender(KVSender):
+    """Publishes the whole prompt, and its slot, with the first chunk."""
+
+    def publish(self, plan: StepPlan) -> None:
+        for request in (entry.request for entry in plan.entries.values()):
+            if request.is_sending and request.key not in self._open:
+                self._publish(request, request.num_prompt_tokens)
+
+
 class OneGroupQuarantine(KVReceiver):
     """Keeps the blocks of the first group of layers in quarantine, and frees those of windows."""
 
@@ -99,6 +110,23 @@ class OneGroupQuarantine(KVReceiver):
         return is_gone
 
 
+class UnlentSlots(StateSlots):
+    """Frees the slot of a prompt that is computed, though the states in it are lent."""
+
+    def hand_over(self, holder: str, new_holder: str) -> None:
+        self.free(holder)
+
+
+class UnquarantinedSlots(StateSlots):
+    """Frees the slot of a request that has ended while a read into it is posted."""
+
+    def quarantine(self, holder: str) -> None:
+        self.free(holder)
+
+    def release_quarantine(self, holder: str) -> None:
+        """Do nothing: it is free."""
+
+
 NO_QUARANTINE = Rules(fetch_transfers=NoQuarantine)
 NO_SECOND_CHECK = Rules(checks_lease_twice=False)
 NO_ATTEMPT = Rules(tells_attempts_apart=False)
@@ -108,6 +136,9 @@ TIRELESS = Rules(fetch_transfers=TirelessReader)
 NO_RESERVATION = Rules(reserves_first=False)
 EARLY_LEAVE = Rules(leaves_unbound=False)
 ONE_GROUP_READ = Rules(fetch_transfers=OneGroupReader)
+EARLY_STATES = Rules(prefill_stages=TransferStages(EarlySender, KVReceiver))
+SLOT_NOT_LENT = Rules(state_slots=UnlentSlots)
+SLOT_NOT_QUARANTINED = Rules(state_slots=UnquarantinedSlots)
 ONE_GROUP_LENT = Rules(prefill_stages=TransferStages(OneGroupSender, KVReceiver))
 ONE_GROUP_QUARANTINED = Rules(decode_stages=TransferStages(KVSender, OneGroupQuarantine))
 EAGER_RESERVATION = Rules(decode_stages=TransferStages(KVSender, EagerReceiver))

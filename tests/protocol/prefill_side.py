@@ -12,7 +12,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.transports.leases import LeaseBook, lent_for
-from tests.protocol.engine_side import LAYOUT, LEASE_SECONDS, Connector, EngineSide, named, no_time
+from tests.protocol.engine_side import LAYOUT, LEASE_SECONDS, Connector, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
@@ -46,7 +46,7 @@ class PrefillSide(EngineSide):
         self.num_leases = 0
         self.orders: list[PublishOrder] = []
         self.book = LeaseBook(lambda name: sink.ask("idle", name))
-        regions = tuple(map(NoMemory, range(len(self.pools.groups))))
+        regions = tuple(map(NoMemory, range(len(self.contents))))
         self.book.start(cast(KVMemory, NoMemory(regions=regions)))
         self.transfers = scenario.rules.send_transfers(
             self.make_worker(
@@ -80,6 +80,7 @@ class PrefillSide(EngineSide):
         elif is_failing:
             outcome = ev.RangeFailed(order.first_block, len(order.block_ids), ErrorKind.INTERNAL, "a fault")
         else:
+            self._check_states(order)
             digests = tuple(
                 self.sink.digest(self.contents[order.group].get(block), seed)
                 for block, seed in zip(order.block_ids, order.seeds, strict=True)
@@ -88,6 +89,17 @@ class PrefillSide(EngineSide):
                 self.book.extend(order.name, order.block_ids, order.first_block, order.group)
             outcome = ev.BlockRange(order.first_block, digests)
         self.transfers.send_event(order.key, outcome)
+
+    def _check_states(self, order: PublishOrder) -> None:
+        """Check, as the data thread does, that a slot that is published has absorbed the whole prompt (the state rule)."""
+        if order.num_tokens:
+            (piece,) = order.block_ids
+            num_absorbed = len(self.contents[order.group][piece]) - 1
+            if num_absorbed != order.num_tokens:
+                raise LawBrokenError(
+                    f"{self.boot}: {self.named(order.group, piece)} is published for {order.key}, with the states"
+                    f" behind {num_absorbed} tokens, not {order.num_tokens}"
+                )
 
     def hear(self, peer: str, frame: bytes) -> None:
         """Take a frame of a decode worker; see ``ControlHalf.link_message``."""
@@ -164,9 +176,9 @@ class PrefillSide(EngineSide):
             for lent in lease.lent:
                 group = cast(NoMemory, lent.region).group
                 for block in lent.block_ids.tolist():
-                    if self.pools.pools[group].is_free(block):
+                    if self.is_free(group, block):
                         raise LawBrokenError(
-                            f"{self.boot}: {named(group, block)} is free, and lent for {name}"
+                            f"{self.boot}: {self.named(group, block)} is free, and lent for {name}"
                         )
 
     def what_is_held(self) -> list[str]:

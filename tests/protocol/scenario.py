@@ -8,6 +8,7 @@ from pathlib import Path
 from contract.block_hash import full_block_hashes
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
+from engine.scheduling.blocks.state_slots import StateSlots
 from engine.scheduling.remote_kv import TransferStages
 from engine.settings import EngineSettings
 from kv_transfer.control.fetching import FetchTransfers
@@ -33,6 +34,7 @@ class Rules:
     decode_stages: TransferStages = STAGES
     send_transfers: Callable[..., SendTransfers] = SendTransfers
     fetch_transfers: Callable[..., FetchTransfers] = FetchTransfers
+    state_slots: Callable[[int], StateSlots] = StateSlots
     checks_lease_twice: bool = True
     tells_attempts_apart: bool = True
     names_next_attempt: bool = True
@@ -52,7 +54,8 @@ class Scenario:
     what may strike, at most ``num_faults`` times together. num_moves: how often each request may be moved, which begins on
     a prefill worker without a hand-over then. decode_credit: legs that each decode worker takes at a time. may_leave: the
     client may go at any moment, and that is no fault. window: of a second group of layers, in tokens; None: all layers see
-    all tokens. window_blocks: usable blocks of each pool of that group.
+    all tokens. window_blocks: usable blocks of each pool of that group. num_slots: of each worker for the states of a
+    recurrent layer; 0: the model has none.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Scenario:
     num_layer_groups: int = 1
     window: int | None = None
     window_blocks: int = 3
+    num_slots: int = 0
     checks_digests: bool = True
     faults: tuple[str, ...] = ()
     num_faults: int = 0

@@ -15,6 +15,8 @@ from tests.protocol.worlds import (
     LEFT_WHILE_MOVED,
     MAX_WORLDS,
     ONE,
+    STATES,
+    STATES_LEASE_ALONE,
     TWO,
     TWO_LEASE_ALONE,
     TWO_MOVED,
@@ -84,6 +86,19 @@ MISSING = [
         "of the window's, which is free",
         17,
         id="a window's quarantine",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        STATES, mutants.EARLY_STATES, "with the states behind 2 tokens, not 3", 5, id="states come last"
+    ),
+    pytest.param(STATES, mutants.SLOT_NOT_LENT, "without a slot", 8, id="a slot is lent"),
+    pytest.param(STATES, mutants.ONE_GROUP_READ, "slot 1, which holds", 20, id="a slot is read"),
+    pytest.param(
+        struck(STATES_LEASE_ALONE, "late"),
+        mutants.SLOT_NOT_QUARANTINED,
+        "slot 1, which is free",
+        17,
+        id="a slot's quarantine",
         marks=pytest.mark.slow,
     ),
 ]

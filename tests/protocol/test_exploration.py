@@ -20,6 +20,7 @@ from tests.protocol.worlds import (
     LARGE,
     LARGE_DRAINS,
     MAX_WORLDS,
+    QUICK_STATES,
     QUICK_WINDOWS,
     RUNGS,
     SMALL,
@@ -40,9 +41,13 @@ def explored(scenario: Scenario) -> Findings:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("scenario", QUICK_WINDOWS, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", [*QUICK_WINDOWS, *QUICK_STATES], ids=lambda scenario: scenario.name)
 def test_the_blocks_of_two_groups_of_layers_are_handed_over(scenario: Scenario) -> None:
-    """In any order of events, and each group keeps the laws; of the window only what is seen is looked at."""
+    """In any order of events, and each group keeps the laws; of the window only what is seen is looked at.
+
+    The second group may be the slots of a recurrent layer: what is published, received and continued is the state behind all
+    tokens before.
+    """
     endings = explored(scenario).endings
     assert {how for how, _ in endings} == {"answered"}
     assert (("answered", ("local>P0", "moved>D0")) in endings) == (scenario.num_moves > 0)

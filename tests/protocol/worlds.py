@@ -74,6 +74,32 @@ WINDOW_LEASE_ALONE = replace(
     is_one_sided=True,
     checks_digests=False,
 )
+STATES = Scenario("one request, a recurrent layer", max_replays=1, num_slots=1)
+"""The slot is lent behind the blocks, when the whole prompt is computed, and received beside them."""
+STATES_AT_ONCE = replace(STATES, name=f"{STATES.name}, at once", prefill_chunk=4)
+TWO_STATES = replace(
+    TWO, name="two requests, a recurrent layer, one slot", prefill_blocks=6, decode_blocks=6, num_slots=1
+)
+"""Blocks are plenty: the second one waits for a slot on each side."""
+STATES_CACHED = replace(
+    STATES,
+    name="two requests that share a prefix, a recurrent layer",
+    prompts=(3, 3),
+    answers=(2, 2),
+    prefill_blocks=6,
+    decode_blocks=6,
+    prefill_chunk=4,
+    caches_prefixes=True,
+    shares_prompt=True,
+    num_slots=2,
+)
+"""The second one finds KV in the receiver's cache, and no states."""
+STATES_MOVED = replace(MOVED, name=f"{MOVED.name}, a recurrent layer", num_slots=1)
+STATES_LEASE_ALONE = replace(
+    STATES_AT_ONCE, name=f"{STATES.name}; {LEASE_ALONE.name}", is_one_sided=True, checks_digests=False
+)
+QUICK_STATES = [STATES, STATES_MOVED, struck(STATES_AT_ONCE, "corrupt")]
+"""Worlds with a slot of states that every quick test run exhausts."""
 QUICK_WINDOWS = [WINDOW, WINDOW_REUSED, WINDOW_MOVED, struck(WINDOW_AT_ONCE, "corrupt")]
 """Worlds with two groups of layers that every quick test run exhausts."""
 
@@ -107,6 +133,10 @@ LARGE = [
     *(struck(WINDOW, fault) for fault in ("break", "leave")),
     *(struck(WINDOW_AT_ONCE, fault) for fault in ("crash", "cut")),
     struck(WINDOW_MOVED, "cut"),
+    TWO_STATES,
+    struck(STATES, "leave"),
+    *(struck(STATES_AT_ONCE, fault) for fault in ("crash", "cut")),
+    *(struck(STATES_MOVED, fault) for fault in ("crash", "cut")),
     struck(LEASE_ALONE, "late"),
     *(struck(LAYERS, fault) for fault in ("crash", "repeat", "leave", "cut", "starve")),
     *(struck(MOVED, fault) for fault in ("late", "deaf")),
@@ -125,6 +155,8 @@ HUGE = [
     replace(
         TWO_WINDOWS, name=f"{TWO_WINDOWS.name}, a shared prefix", caches_prefixes=True, shares_prompt=True
     ),
+    STATES_CACHED,
+    struck(STATES_LEASE_ALONE, "late"),
 ]
 """Worlds that are explored as far as ``MAX_WORLDS``, nearest first."""
 MAX_WORLDS = 300_000
@@ -170,13 +202,15 @@ WALKED = [
         num_layer_groups=2,
         window=window,
         window_blocks=4,
+        num_slots=num_slots,
         faults=ALL_FAULTS,
         num_faults=4,
     )
-    for how, is_one_sided, window in (
-        ("", False, None),
-        ("; one-sided reads", True, None),
-        ("; a layer with a window", False, 3),
+    for how, is_one_sided, window, num_slots in (
+        ("", False, None, 0),
+        ("; one-sided reads", True, None, 0),
+        ("; a layer with a window", False, 3, 0),
+        ("; a layer with a window, a recurrent layer", False, 3, 2),
     )
 ]
 """Worlds that are too large to exhaust: walked at random."""
@@ -188,6 +222,7 @@ WALKED_WITH_MOVES = [
         prefill_blocks=18,
         decode_blocks=8,
         window_blocks=18,
+        num_slots=3 * each.num_slots,
         num_moves=1,
         decode_credit=2,
         num_faults=2,
