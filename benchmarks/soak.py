@@ -1,10 +1,11 @@
 """``python -m benchmarks.soak``: all fault scenarios at full length, to ``results/soak.json``.
 
-200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
-processes, 10,000 short requests at 64 concurrent and as many at data-parallel groups, 2,000 schedules of faults on
-hand-overs between processes without a model, 200 more between network namespaces and 60 on whole workers, 50,000 walks
-through the protocol, 10,000 moves of answers in further ones, the state machines at twenty times their usual count, 1,000
-flipped bits in the files of a KV tier, and every attack of ``tests/chaos/attacks`` on a whole service.
+200 clients over each transport of which most leave, three minutes of kills over each transport, and as long on a model with
+recurrent layers and on one with windows, the faults of links and processes, 10,000 short requests at 64 concurrent and as
+many at data-parallel groups, 2,000 schedules of faults on hand-overs between processes without a model, 200 more between
+network namespaces and 60 on whole workers, 50,000 walks through the protocol, 10,000 moves of answers in further ones, the
+state machines at twenty times their usual count, 1,000 flipped bits in the files of a KV tier, and every attack of
+``tests/chaos/attacks`` on a whole service.
 ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed; ``--only faults`` runs one scenario again and leaves the figures of the
 others, each with the commit and seed of its run.
 """
@@ -29,6 +30,7 @@ from tests.chaos.attacks.weapons import WEAPONS
 from tests.chaos.groups import run_groups
 from tests.chaos.kills import run_kills
 from tests.chaos.leaving import run_leaving
+from tests.chaos.models import DEMO, RECURRENT, WINDOWS, ChaosModel
 from tests.chaos.settings import chaos_rng, chaos_seed, process_environment
 from tests.chaos.short_requests import run_short_requests
 from tests.protocol.walking import run_walks
@@ -36,9 +38,13 @@ from tests.protocol.worlds import WALKED, WALKED_WITH_MOVES
 from tests.transfer_faults.whole_workers import run_whole_workers
 
 TRANSPORTS = ("tcp", "shm")
+OTHER_MODELS = ((RECURRENT, "tcp"), (RECURRENT, "shm"), (WINDOWS, "tcp"))
+"""The models, and the transports, of further kills."""
 FAULTS = ("tests/chaos/test_links.py", "tests/chaos/test_frozen.py")
 MACHINES = (
     "tests/engine_scheduling/test_state_machine.py",
+    "tests/engine_scheduling/test_state_slots.py",
+    "tests/engine_scheduling/test_window_machine.py",
     "tests/engine_scheduling/test_pool_machine.py",
     "tests/engine_scheduling/test_tier_machine.py",
     "tests/engine_compute/test_disk_tier.py",
@@ -47,6 +53,7 @@ MACHINES = (
     "tests/kv_transfer/test_sender_messages.py",
 )
 
+_MIN_KILLS = 20
 _ATTACK_SECONDS = 30.0
 """At ten requests a second p99 is the third worst of 300, which excludes one or two delays by the machine itself."""
 
@@ -110,6 +117,10 @@ def run_all(sizes: Sizes, only: str) -> dict[str, dict[str, Any]]:
     scenarios: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         *((f"leaving over {name}", partial(leaving, name, sizes)) for name in TRANSPORTS),
         *((f"kills over {name}", partial(kills, name, sizes)) for name in TRANSPORTS),
+        *(
+            (f"kills of {model.name} over {name}", partial(kills, name, sizes, model, num_each=2))
+            for model, name in OTHER_MODELS
+        ),
         ("faults", partial(tests, "KVBATON_SOAK_SEED", seed, FAULTS)),
         ("short requests", partial(short_requests, sizes)),
         ("data-parallel groups", partial(groups, sizes)),
@@ -149,11 +160,20 @@ def groups(sizes: Sizes) -> dict[str, Any]:
     return _in_folder(lambda folder: run_groups(folder, rng, *flags, num_requests=sizes.num_requests))
 
 
-def kills(transport: str, sizes: Sizes) -> dict[str, Any]:
-    """Kill workers under load."""
-    name = f"kills over {transport}"
+def kills(transport: str, sizes: Sizes, model: ChaosModel = DEMO, *, num_each: int = 3) -> dict[str, Any]:
+    """Kill workers under load. num_each: the number of workers of each role."""
+    rng = chaos_rng(f"kills of {model.name} over {transport}")
+    seconds = sizes.kill_seconds
     return _in_folder(
-        lambda folder: run_kills(folder, chaos_rng(name), transport=transport, seconds=sizes.kill_seconds)
+        lambda folder: run_kills(
+            folder,
+            rng,
+            transport=transport,
+            seconds=seconds,
+            model=model,
+            num_each=num_each,
+            min_kills=_MIN_KILLS,
+        )
     )
 
 

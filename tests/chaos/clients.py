@@ -75,11 +75,12 @@ def draw_questions(
     *,
     prompts: tuple[int, int] = (10, 600),
     answers: tuple[int, int] = (20, 600),
+    vocabulary: range = VOCABULARY,
 ) -> list[Question]:
     """Draw greedy and seeded questions in turn; every third one shares a prefix with the one before it."""
     questions: list[Question] = []
     for number in range(count):
-        prompt = [rng.choice(VOCABULARY) for _ in range(rng.randint(*prompts))]
+        prompt = [rng.choice(vocabulary) for _ in range(rng.randint(*prompts))]
         if number % 3 == 2:
             shared = questions[-1].prompt[: len(prompt) // 2]
             prompt[: len(shared)] = shared

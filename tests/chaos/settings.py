@@ -28,10 +28,15 @@ def chaos_seed() -> int:
     return seed
 
 
+def has_seed() -> bool:
+    """Return True if a seed was given: then tests run all that they would select by the seed, or leave out."""
+    return bool(os.environ.get(_NAME))
+
+
 def drawn_transports() -> list[str]:
     """Return the transports of a long scenario: both if a seed was given, else the one that the seed selects."""
     both = ["tcp", "shm"]
-    return both if os.environ.get(_NAME) else [random.Random(chaos_seed()).choice(both)]
+    return both if has_seed() else [random.Random(chaos_seed()).choice(both)]
 
 
 def chaos_rng(name: str) -> random.Random:

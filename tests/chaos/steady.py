@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections.abc import Sequence
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from contract.sampling import SamplingParams
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import sample
 from tests.chaos.clients import Answer, Client, draw_questions, reference_answers
+from tests.chaos.models import DEMO
 
 Model = Any
 """A model of transformers."""
@@ -30,16 +30,17 @@ _MAX_ROUNDS = 8
 
 
 async def steady_answers(
-    client: Client, rng: random.Random, count: int, **ranges: tuple[int, int]
+    client: Client, rng: random.Random, count: int, folder: Path | None = None, **drawn: Any
 ) -> list[Answer]:
-    """Return the reference answers to the first ``count`` steady questions; ``ranges``: those of ``draw_questions``.
+    """Return the reference answers to the first ``count`` steady questions; ``drawn``: arguments of ``draw_questions``.
 
-    Raises AssertionError if the service gives an answer that every one of the models contradicts.
+    folder: of the model; None: the demo model. Raises AssertionError if the service gives an answer that every one of the
+    models contradicts.
     """
-    models = await asyncio.to_thread(noisy_models)
+    models = await asyncio.to_thread(noisy_models, folder)
     steady: list[Answer] = []
     for _ in range(_MAX_ROUNDS):
-        answers = await reference_answers(client, draw_questions(rng, count, **ranges))
+        answers = await reference_answers(client, draw_questions(rng, count, **drawn))
         steady += await asyncio.to_thread(_steady_ones, answers, models)
         if len(steady) >= count:
             return steady[:count]
@@ -47,9 +48,9 @@ async def steady_answers(
 
 
 @cache
-def noisy_models() -> tuple[Model, ...]:
-    """Return the demo model, and models whose weights deviate a little."""
-    folder = Path(str(resources.files("kvbaton"))) / "demo_model"
+def noisy_models(folder: Path | None = None) -> tuple[Model, ...]:
+    """Return the model of this folder, the demo model if it is None, and models whose weights deviate a little."""
+    folder = folder or DEMO.folder(Path())
     noise = torch.Generator().manual_seed(1)
     models = []
     for strength in (0.0, *(_NOISE for _ in range(_NUM_SHAKEN))):

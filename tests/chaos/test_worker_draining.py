@@ -1,6 +1,7 @@
 """Workers that are stopped or drained under load: no request fails, and no token changes.
 
-One pool serves all tests of this file: each leaves every worker serving and nothing held.
+One pool serves all tests of this file: each leaves every worker serving and nothing held. A pool with another model serves
+those that start no process again.
 """
 
 import asyncio
@@ -12,7 +13,8 @@ import pytest
 import pytest_asyncio
 
 from contract.identity import Role
-from tests.chaos.settings import chaos_rng
+from tests.chaos.models import DEMO, RECURRENT, WINDOWS
+from tests.chaos.settings import chaos_rng, has_seed
 from tests.chaos.under_fault import TIMES, Outcome, Scene, running_scene, until_streaming
 
 pytestmark = [
@@ -30,12 +32,21 @@ POOL: dict[str, dict[str, Any]] = {
     "decode-1": {"drain_seconds": 0.0},
 }
 """One worker of each role lets its legs end, the other one gives them up at once."""
+EACH_MODEL = pytest.mark.parametrize(
+    "pool",
+    [DEMO, RECURRENT, *([WINDOWS] if has_seed() else [])],
+    indirect=True,
+    scope="module",
+    ids=lambda model: model.name,
+)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[DEMO], ids=lambda model: model.name)
+async def pool(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Scene]:
     rng = chaos_rng("drains")
-    async with running_scene(tmp_path_factory.mktemp("pool"), rng, POOL) as scene:
+    async with running_scene(tmp_path_factory.mktemp("pool"), rng, POOL, request.param) as scene:
         yield scene
 
 
@@ -124,6 +135,7 @@ async def test_a_second_signal_ends_a_worker_at_once_and_no_request_fails(scene:
     nothing_failed(await scene.during(stop, num_streams=12))
 
 
+@EACH_MODEL
 async def test_a_drain_by_the_router_is_undone_and_done_again(scene: Scene) -> None:
     """The worker stays in its process, serves again, and drains to its end."""
     before = await num_drains(scene, "undone")
@@ -157,6 +169,7 @@ async def test_a_worker_of_each_role_is_restarted_one_after_the_other(scene: Sce
     del scene.fleet.facts["both-0"]
 
 
+@EACH_MODEL
 async def test_workers_change_their_roles_and_back(scene: Scene) -> None:
     """Their processes stay, their answers move or end, and a role is never left without a worker."""
     pids = {name: scene.fleet.children[name].pid for name in POOL}

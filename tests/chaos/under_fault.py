@@ -20,6 +20,7 @@ from tests.chaos.clients import (
 )
 from tests.chaos.fleet import LINK_HOST, ROUTER, WORKER_HOST, Fleet, free_port, role_of, running_fleet
 from tests.chaos.held_resources import until_free
+from tests.chaos.models import DEMO, ChaosModel
 from tests.chaos.proxy import FaultyLink, faulty_link
 from tests.chaos.steady import steady_answers
 
@@ -112,18 +113,24 @@ def fixed_ports(host: str) -> dict[str, int]:
 
 @asynccontextmanager
 async def running_scene(
-    folder: Path, rng: random.Random, workers: dict[str, dict[str, Any]], **router_flags: Any
+    folder: Path,
+    rng: random.Random,
+    workers: dict[str, dict[str, Any]],
+    model: ChaosModel = DEMO,
+    **router_flags: Any,
 ) -> AsyncIterator[Scene]:
     """Run a router and these workers (name → flags; the name begins with the role); get the reference answers."""
+    checkpoint = await asyncio.to_thread(model.folder, folder)
     flags = {"peer_timeout_seconds": PEER_TIMEOUT, "served_model_name": MODEL, **router_flags}
     async with running_fleet(folder, **flags) as fleet:
         async with asyncio.TaskGroup() as tasks:
             for name, given in workers.items():
                 role = role_of(name)
-                tasks.create_task(fleet.start_worker(name, role, **TIMES, **given))
+                tasks.create_task(fleet.start_worker(name, role, model=checkpoint, **TIMES, **given))
         router = fleet.facts[ROUTER]
         async with connected(router["http"], router["grpc"]) as client:
-            yield Scene(fleet, client, await steady_answers(client, rng, 10, answers=(20, 160)), rng)
+            references = await steady_answers(client, rng, 10, checkpoint, **model.ranges(160))
+            yield Scene(fleet, client, references, rng)
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from kv_transfer.options import TransportName
 from router.migration.migration import MigrationState
 from router.migration.migrator import Migrator
 from router.telemetry.metrics import RouterMetrics
+from tests.chaos.models import DEMO, RECURRENT, WINDOWS, ChaosModel
 from tests.e2e.cells import COMPLETION, STREAMED, ask_streamed, comparable
 from tests.e2e.in_process import LocalService, running_in_process
 from tests.e2e.test_cells import check_same
@@ -56,8 +57,9 @@ async def until_free(service: LocalService) -> None:
             await local.worker.engine.call("check_integrity")
 
 
-async def test_answers_that_move_are_the_same(tmp_path: Path, demo_model: Path) -> None:
-    """Two answers of one prompt, seeded, with log probabilities: each moves several times."""
+@pytest.mark.parametrize("model", [DEMO, RECURRENT, WINDOWS], ids=lambda model: model.name)
+async def test_answers_that_move_are_the_same(tmp_path: Path, model: ChaosModel) -> None:
+    """Two answers of one prompt, seeded, with log probabilities: each moves several times, with its states or windows."""
     body = {
         "prompt": "The old moose sat near",
         "max_tokens": 80,
@@ -68,7 +70,7 @@ async def test_answers_that_move_are_the_same(tmp_path: Path, demo_model: Path) 
         "logprobs": 1,
     }
     (roles, transport) = FORMS[0]
-    async with running_in_process(tmp_path, demo_model, roles, transport) as service:
+    async with running_in_process(tmp_path, model.folder(tmp_path), roles, transport) as service:
         expected = await post(service, body)
         asking = asyncio.create_task(post(service, body))
         results = await move_to_and_fro(service, asking)
