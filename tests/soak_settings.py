@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine
 
 _NAME = "KVBATON_SOAK"
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
@@ -29,6 +30,14 @@ def machine_settings(num_examples: int, num_steps: int) -> settings:
         suppress_health_check=list(HealthCheck) if soak_factor() > 1 else [HealthCheck.too_slow],
         print_blob=True,
     )
+
+
+def machine_test(machine: type[RuleBasedStateMachine], num_examples: int, num_steps: int) -> Any:
+    """Return the test of a state machine with ``machine_settings``, and with the soak's seed if this run is a soak."""
+    test: Any = machine.TestCase
+    test.settings = machine_settings(num_examples, num_steps)
+    test.runTest = soaked(test.runTest)
+    return test
 
 
 def soaked(test: _Test) -> _Test:

@@ -10,13 +10,18 @@ from engine.scheduling.stats import SpecDecodingStats
 
 
 def debug_state(scheduler: SchedulerState) -> dict[str, Any]:
-    """Return blocks by state, leases, requests by status (in both views), and the connector's own view."""
+    """Return blocks by state, leases, requests by status (in both views), and the connector's own view.
+
+    With recurrent layers, the slots of their states too.
+    """
     connector = scheduler.get_kv_connector()
     requests = scheduler.requests.values()
     swapped = scheduler.swapped_requests()
     sequences = (SequenceStatus.of(one.status, is_swapped=one in swapped) for one in requests)
+    slots = scheduler.pools.states
     return {
         "blocks": scheduler.pools.count_by_state(),
+        **({} if slots is None else {"state_slots": slots.count_by_state()}),
         "holders": scheduler.pools.holders(),
         "leases": sorted(scheduler.remote_kv.sender.leases),
         "requests": dict(Counter(one.status.name for one in requests)),

@@ -56,7 +56,8 @@ def _held_by_worker(state: State) -> dict[str, Any]:
     return {
         "accepted": state["num_accepted"],
         "requests": state["requests"],
-        "blocks": {name: n for name, n in state["blocks"].items() if n and name in ("held", "quarantined")},
+        "blocks": _in_use(state["blocks"]),
+        "slots": _in_use(state.get("state_slots", {})),
         "holders": state["holders"],
         "leases": state["leases"],
         "fetches": connector.get("fetches"),
@@ -65,6 +66,10 @@ def _held_by_worker(state: State) -> dict[str, Any]:
         "jobs": data.get("queued_jobs"),
         "moving": data.get("current"),
     }
+
+
+def _in_use(by_state: dict[str, int]) -> dict[str, int]:
+    return {name: number for name, number in by_state.items() if number and name in ("held", "quarantined")}
 
 
 def _nothing_more(_states: Mapping[str, State]) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def test_a_slot_waits_for_the_end_of_a_read_into_it() -> None:
     slots = engine.scheduler.pools.states
     assert slots is not None
     assert (slots.num_free, slots.holders()) == (0, set())
+    state = engine.core.call("debug_state", [])
+    assert state["state_slots"] == {"free": 0, "held": 0, "quarantined": 1}
     check_integrity(engine.scheduler)
     engine.connector.drain(keys[0])
     engine.step()

@@ -5,7 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from contract.block_hash import BlockHash, full_block_hashes, root_hash
 from engine.scheduling.blocks.block_pool import BlockPool
-from tests.soak_settings import machine_settings, soaked
+from tests.soak_settings import machine_test
 
 SIZE, NUM_BLOCKS = 4, 12
 SALTS = ("", "mine")
@@ -171,6 +171,4 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
 
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = machine_settings(80, 40)
-TestPool.runTest = soaked(TestPool.runTest)  # type: ignore[method-assign]
+TestPool = machine_test(PoolMachine, 80, 40)

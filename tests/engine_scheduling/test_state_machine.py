@@ -11,12 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from contract.errors import InvalidRequestError
 from contract.outputs import FinishReason
-from contract.requests import EngineRequest, HandOff, ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest, HandOff, ReceiveTransfer, SendTransfer, choice_key
+from engine.kv_cache.startup import KVCacheConfig
 from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.blocks.lent_blocks import can_allocate_each, find_received, plan_received
 from engine.scheduling.requests.request import Request
+from tests.drafting_engines import FreeSteps
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
-from tests.soak_settings import machine_settings, soaked
+from tests.soak_settings import machine_test
 
 KINDS: list[SendTransfer | ReceiveTransfer | None] = [None, SEND, RECEIVE]
 """An engine of each role and one that does everything: None beside RECEIVE is a decode worker that recomputes locally."""
@@ -32,13 +35,25 @@ class SchedulerMachine(RuleBasedStateMachine):
     memory: ClassVar[dict[str, Any]] = {"kv_cache_bytes": 14}
     changes: ClassVar[dict[str, Any]] = {}
     has_connector = True
+    cache: ClassVar[KVCacheConfig | None] = None
+    """Several groups of layers, or slots of states; None: the blocks of ``memory``."""
+    snapshot_unit = 4
+    """Snapshots of states are made at multiples of so many tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = SteppedEngine(
-            max_num_seqs=3, remote_kv_timeout_seconds=5.0, **self.memory, **self.batching, **self.changes
+            with_connector=self.has_connector,
+            cache=self.cache,
+            max_num_seqs=3,
+            remote_kv_timeout_seconds=5.0,
+            **{**self.memory, **self.batching, **self.changes},
         )
         self.engine.executor.runs_ahead = self.runs_ahead
+        if self.engine.scheduler.batcher.drafting is not None:
+            self.engine.scheduler.batcher.drafting.cost = FreeSteps()
+        if (snapshots := self.engine.scheduler.pools.snapshots) is not None:
+            snapshots.unit = self.snapshot_unit
         self.engine_request: dict[str, EngineRequest] = {}
         self.num_requests = 0
         self.dismissed: dict[str, set[int]] = {}
@@ -256,12 +271,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _fits(self, request: Request) -> bool:
         """Return whether there are blocks for a request that waits for some."""
-        receiver = self.engine.scheduler.remote_kv.receiver
-        pool = self.engine.pool
-        is_fetched = request is receiver.unserved
-        cached = pool.find_cached(request.block_hashes if is_fetched else request.reusable_hashes)
-        num_blocks = blocks_needed(request.num_tokens + is_fetched, pool.block_size)
-        return pool.can_allocate(num_blocks - len(cached), cached)
+        pools = self.engine.scheduler.pools
+        if request is self.engine.scheduler.remote_kv.receiver.unserved:
+            cached = find_received(pools, request.block_hashes)
+            heads, numbers = plan_received(pools, request.num_prompt_tokens, cached)
+            return can_allocate_each(pools, numbers, heads, [])
+        cached = pools.find_cached(request.reusable_hashes)
+        return pools.can_hold(blocks_needed(request.num_tokens, pools.block_size) - len(cached[0]), cached)
 
     def teardown(self) -> None:
         """Peers do what they owe, and no time passes: every request ends, and every block is free."""
@@ -303,9 +319,22 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert other is FinishReason.ABORT
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = machine_settings(120, 50)
-TestScheduler.runTest = soaked(TestScheduler.runTest)  # type: ignore[method-assign]
+TestScheduler = machine_test(SchedulerMachine, 120, 50)
+
+
+class MachineOfLeavingReceivers(SchedulerMachine):
+    """Requests often end while a read into what they have reserved goes on."""
+
+    @rule(head=st.sampled_from(HEADS), tail=st.integers(1, 3))
+    def receive_and_leave(self, head: list[int], tail: int) -> None:
+        name = f"r{self.num_requests}"
+        self.ask(fake_request(name, [*head, tail], transfer=RECEIVE, deadline_seconds=20.0))
+        key = choice_key(name, 0, 0)
+        self.engine.step()
+        if key in self.fetches("asked"):
+            self.engine.connector.publish_peer(key)
+        self.engine.step()
+        self.engine.core.abort([key])
 
 
 class MachineThatRunsAhead(SchedulerMachine):
@@ -314,9 +343,7 @@ class MachineThatRunsAhead(SchedulerMachine):
     runs_ahead = True
 
 
-TestRunningAhead = MachineThatRunsAhead.TestCase
-TestRunningAhead.settings = machine_settings(60, 50)
-TestRunningAhead.runTest = soaked(TestRunningAhead.runTest)  # type: ignore[method-assign]
+TestRunningAhead = machine_test(MachineThatRunsAhead, 60, 50)
 
 
 class MachineOfWholePrompts(SchedulerMachine):
@@ -341,6 +368,4 @@ class MachineOfWholePrompts(SchedulerMachine):
         assert self.engine.executor.runner.num_mixed_steps == 0
 
 
-TestWholePrompts = MachineOfWholePrompts.TestCase
-TestWholePrompts.settings = machine_settings(60, 50)
-TestWholePrompts.runTest = soaked(TestWholePrompts.runTest)  # type: ignore[method-assign]
+TestWholePrompts = machine_test(MachineOfWholePrompts, 60, 50)

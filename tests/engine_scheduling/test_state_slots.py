@@ -14,17 +14,15 @@ from contract.layout import KVLayout
 from contract.requests import choice_key
 from contract.state_layout import StateLayout, StatePart
 from engine.kv_cache.startup import KVCacheConfig
-from engine.scheduling.blocks.block_pool import BlockPool, blocks_needed
+from engine.scheduling.blocks.block_pool import BlockPool
 from engine.scheduling.blocks.cache_pools import CachePools
-from engine.scheduling.blocks.lent_blocks import can_allocate_each, find_received, plan_received
 from engine.scheduling.blocks.state_slots import StateSlots
 from engine.scheduling.blocks.state_snapshots import StateSnapshots
-from engine.scheduling.requests.request import Request
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 from tests.engine_scheduling.test_drafts import RecordedEngine
-from tests.engine_scheduling.test_state_machine import MachineOfWholePrompts, SchedulerMachine
+from tests.engine_scheduling.test_state_machine import MachineOfLeavingReceivers, MachineOfWholePrompts
 from tests.fakes.engine.fakes import NAN_TOKEN, fake_answer
-from tests.soak_settings import machine_settings, soaked
+from tests.soak_settings import machine_test
 
 SIZE = 4
 STATES = StateLayout((StatePart(layer=0, name="recurrent", shape=(2,), dtype="float32"),))
@@ -44,43 +42,23 @@ def engine_of(
     return SteppedEngine(with_connector=with_connector, cache=config_of(num_blocks, num_slots), **small)
 
 
-class MachineOfStates(SchedulerMachine):
+class MachineOfStates(MachineOfLeavingReceivers):
     """Fewer slots than places, so that requests wait for one."""
 
-    num_slots = 2
-    num_spares = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        changes = {**self.memory, **self.batching, **self.changes}
-        cache = config_of(14, self.num_slots, num_spares=self.num_spares)
-        self.engine = SteppedEngine(cache=cache, max_num_seqs=3, remote_kv_timeout_seconds=5.0, **changes)
-
-    def _fits(self, request: Request) -> bool:
-        pools = self.engine.scheduler.pools
-        if request is self.engine.scheduler.remote_kv.receiver.unserved:
-            cached = find_received(pools, request.block_hashes)
-            heads, numbers = plan_received(pools, request.num_prompt_tokens, cached)
-            return can_allocate_each(pools, numbers, heads, [])
-        cached = pools.find_cached(request.reusable_hashes)
-        return pools.can_hold(blocks_needed(request.num_tokens, SIZE) - len(cached[0]), cached)
+    cache = config_of(14, 2)
 
 
-TestStates = MachineOfStates.TestCase
-TestStates.settings = machine_settings(30, 40)
-TestStates.runTest = soaked(TestStates.runTest)  # type: ignore[method-assign]
+TestStates = machine_test(MachineOfStates, 30, 40)
 
 
 class MachineOfManySlots(MachineOfStates):
     """Blocks run short before slots, so that requests are preempted."""
 
-    num_slots = 9
+    cache = config_of(14, 9)
     batching: ClassVar[dict[str, Any]] = {"max_num_batched_tokens": 12}
 
 
-TestManySlots = MachineOfManySlots.TestCase
-TestManySlots.settings = machine_settings(30, 40)
-TestManySlots.runTest = soaked(TestManySlots.runTest)  # type: ignore[method-assign]
+TestManySlots = machine_test(MachineOfManySlots, 30, 40)
 
 
 class MachineOfStatesAndWholePrompts(MachineOfStates, MachineOfWholePrompts):
@@ -89,9 +67,7 @@ class MachineOfStatesAndWholePrompts(MachineOfStates, MachineOfWholePrompts):
     runs_ahead = False
 
 
-TestStatesAndWholePrompts = MachineOfStatesAndWholePrompts.TestCase
-TestStatesAndWholePrompts.settings = machine_settings(30, 40)
-TestStatesAndWholePrompts.runTest = soaked(TestStatesAndWholePrompts.runTest)  # type: ignore[method-assign]
+TestStatesAndWholePrompts = machine_test(MachineOfStatesAndWholePrompts, 30, 40)
 
 
 def test_a_slot_has_one_owner() -> None:
@@ -228,24 +204,16 @@ def test_the_states_of_an_aborted_request_with_drafts_are_free() -> None:
 class MachineOfStatesWithDrafts(MachineOfStates):
     """Two slots of requests, one for drafts, and one for a snapshot, of any block."""
 
-    num_slots = 4
-    num_spares = 1
+    cache = config_of(14, 4, num_spares=1)
+    snapshot_unit = 2 * SIZE
     changes: ClassVar[dict[str, Any]] = {
         "speculate": "ngram",
         "num_speculative_tokens": 5,
         "state_snapshots": 1,
     }
 
-    def __init__(self) -> None:
-        super().__init__()
-        snapshots = self.engine.scheduler.pools.snapshots
-        assert snapshots is not None
-        snapshots.unit = 2 * SIZE
 
-
-TestStatesWithDrafts = MachineOfStatesWithDrafts.TestCase
-TestStatesWithDrafts.settings = machine_settings(30, 40)
-TestStatesWithDrafts.runTest = soaked(TestStatesWithDrafts.runTest)  # type: ignore[method-assign]
+TestStatesWithDrafts = machine_test(MachineOfStatesWithDrafts, 30, 40)
 
 
 def test_a_layout_of_states_alone_has_blocks_without_bytes() -> None:
@@ -330,19 +298,11 @@ def test_an_answer_has_one_snapshot() -> None:
 class MachineOfSnapshots(MachineOfStates):
     """Fewer snapshots than places of texts; each block ends at one."""
 
-    num_slots = 5
+    cache = config_of(14, 5)
     changes: ClassVar[dict[str, Any]] = {"state_snapshots": 3}
 
-    def __init__(self) -> None:
-        super().__init__()
-        snapshots = self.engine.scheduler.pools.snapshots
-        assert snapshots is not None
-        snapshots.unit = SIZE
 
-
-TestSnapshots = MachineOfSnapshots.TestCase
-TestSnapshots.settings = machine_settings(40, 40)
-TestSnapshots.runTest = soaked(TestSnapshots.runTest)  # type: ignore[method-assign]
+TestSnapshots = machine_test(MachineOfSnapshots, 40, 40)
 
 
 def test_the_next_turn_of_a_chat_continues_near_its_end() -> None:

@@ -10,8 +10,8 @@ from hypothesis.stateful import precondition, rule
 
 from tests.engine_scheduling.stepping import fake_request
 from tests.engine_scheduling.test_state_machine import MachineOfWholePrompts, SchedulerMachine
-from tests.engine_scheduling.test_window_machine import MachineOfWindows
-from tests.soak_settings import machine_settings, soaked
+from tests.engine_scheduling.test_window_machine import MachineOfWindows, config_of
+from tests.soak_settings import machine_test
 
 
 class MachineWithTier(SchedulerMachine):
@@ -86,18 +86,14 @@ class MachineWithTier(SchedulerMachine):
         super().teardown()
 
 
-TestWithTier = MachineWithTier.TestCase
-TestWithTier.settings = machine_settings(40, 50)
-TestWithTier.runTest = soaked(TestWithTier.runTest)  # type: ignore[method-assign]
+TestWithTier = machine_test(MachineWithTier, 40, 50)
 
 
 class MachineWithTierOfWholePrompts(MachineWithTier, MachineOfWholePrompts):
     """With a tier on a device, and the other policy."""
 
 
-TestWithTierOfWholePrompts = MachineWithTierOfWholePrompts.TestCase
-TestWithTierOfWholePrompts.settings = machine_settings(20, 50)
-TestWithTierOfWholePrompts.runTest = soaked(TestWithTierOfWholePrompts.runTest)  # type: ignore[method-assign]
+TestWithTierOfWholePrompts = machine_test(MachineWithTierOfWholePrompts, 20, 50)
 
 
 class MachineWithTwoTiers(MachineWithTier):
@@ -117,26 +113,20 @@ class MachineWithTwoTiers(MachineWithTier):
         self.tiers[1].is_off |= times == 0
 
 
-TestWithTwoTiers = MachineWithTwoTiers.TestCase
-TestWithTwoTiers.settings = machine_settings(10, 50)
-TestWithTwoTiers.runTest = soaked(TestWithTwoTiers.runTest)  # type: ignore[method-assign]
+TestWithTwoTiers = machine_test(MachineWithTwoTiers, 10, 50)
 
 
 class MachineWithTiersOfWindows(MachineWithTwoTiers, MachineOfWindows):
     """Two groups of layers, of each of which two tiers keep blocks; the group with a window runs short first."""
 
 
-TestWithTiersOfWindows = MachineWithTiersOfWindows.TestCase
-TestWithTiersOfWindows.settings = machine_settings(20, 50)
-TestWithTiersOfWindows.runTest = soaked(TestWithTiersOfWindows.runTest)  # type: ignore[method-assign]
+TestWithTiersOfWindows = machine_test(MachineWithTiersOfWindows, 20, 50)
 
 
 class MachineWithTierOfOneWindow(MachineWithTier, MachineOfWindows):
     """All layers have the same window, so that no tier has the beginning of a text."""
 
-    num_blocks: ClassVar[dict[int | None, int]] = {6: 12}
+    cache = config_of({6: 12})
 
 
-TestWithTierOfOneWindow = MachineWithTierOfOneWindow.TestCase
-TestWithTierOfOneWindow.settings = machine_settings(10, 50)
-TestWithTierOfOneWindow.runTest = soaked(TestWithTierOfOneWindow.runTest)  # type: ignore[method-assign]
+TestWithTierOfOneWindow = machine_test(MachineWithTierOfOneWindow, 10, 50)

@@ -11,45 +11,31 @@ from hypothesis.stateful import invariant
 from contract.cache_layout import CacheLayout
 from contract.layout import KVLayout
 from engine.kv_cache.startup import KVCacheConfig
-from engine.scheduling.blocks.block_pool import NULL_BLOCK, blocks_needed
-from engine.scheduling.blocks.lent_blocks import can_allocate_each, plan_received
+from engine.scheduling.blocks.block_pool import NULL_BLOCK
 from engine.scheduling.requests.finish import RequestStatus
-from engine.scheduling.requests.request import Request
-from tests.drafting_engines import FreeSteps
 from tests.engine_scheduling.stepping import SEND, SteppedEngine, fake_request
-from tests.engine_scheduling.test_state_machine import SchedulerMachine
+from tests.engine_scheduling.test_state_machine import MachineOfLeavingReceivers, SchedulerMachine
+from tests.engine_scheduling.test_state_slots import STATES
 from tests.fakes.engine.fakes import fake_answer
-from tests.soak_settings import machine_settings, soaked
+from tests.soak_settings import machine_test
 
 SIZE = 4
 
 
-def config_of(num_blocks: dict[int | None, int]) -> KVCacheConfig:
-    """Return an allocation of a layer with each of these windows, with so many blocks."""
+def config_of(num_blocks: dict[int | None, int], num_slots: int = 0) -> KVCacheConfig:
+    """Return an allocation of a layer with each of these windows, with so many blocks. num_slots: for states; 0: none."""
     layout = KVLayout(
         num_layers=len(num_blocks), num_kv_heads=1, head_dim=1, block_size=SIZE, dtype="float32"
     )
-    cache = CacheLayout.of(layout, list(num_blocks))
-    return KVCacheConfig(tuple(num_blocks[group.window] for group in cache.groups), cache)
+    cache = CacheLayout.of(layout, list(num_blocks), STATES if num_slots else None)
+    return KVCacheConfig(tuple(num_blocks[group.window] for group in cache.groups), cache, num_slots)
 
 
 class MachineOfWindows(SchedulerMachine):
     """The group with a window has few blocks, so that it runs short before the other one."""
 
     has_connector = False
-    num_blocks: ClassVar[dict[int | None, int]] = {None: 14, 5: 7}
-
-    def __init__(self) -> None:
-        super().__init__()
-        changes = {**self.memory, **self.batching, **self.changes}
-        cache = config_of(self.num_blocks)
-        connected = self.has_connector
-        self.engine = SteppedEngine(
-            with_connector=connected, cache=cache, max_num_seqs=3, remote_kv_timeout_seconds=5.0, **changes
-        )
-        self.engine.executor.runs_ahead = self.runs_ahead
-        if self.engine.scheduler.batcher.drafting is not None:
-            self.engine.scheduler.batcher.drafting.cost = FreeSteps()
+    cache = config_of({None: 14, 5: 7})
 
     @invariant()
     def nothing_is_kept_that_no_window_reaches(self) -> None:
@@ -57,25 +43,13 @@ class MachineOfWindows(SchedulerMachine):
         for request in self.engine.scheduler.requests.values():
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 continue
-            for group, table in zip(pools.groups, pools.tables_of(request.key), strict=True):
+            for group, pool in zip(pools.groups, pools.pools, strict=True):
+                table = pool.table_of(request.key)
                 num_passed = group.num_passed_blocks(request.num_computed_tokens)
                 assert table.count(NULL_BLOCK) == num_passed or not table
 
-    def _fits(self, request: Request) -> bool:
-        pools = self.engine.scheduler.pools
-        receiver = self.engine.scheduler.remote_kv.receiver
-        if request is receiver.unserved:
-            heads, numbers = plan_received(
-                pools, request.num_prompt_tokens, pools.find_cached(request.block_hashes)
-            )
-            return can_allocate_each(pools, numbers, heads, [])
-        cached = pools.find_cached(request.reusable_hashes)
-        return pools.can_hold(blocks_needed(request.num_tokens, SIZE) - len(cached[0]), cached)
 
-
-TestWindows = MachineOfWindows.TestCase
-TestWindows.settings = machine_settings(60, 50)
-TestWindows.runTest = soaked(TestWindows.runTest)  # type: ignore[method-assign]
+TestWindows = machine_test(MachineOfWindows, 60, 50)
 
 
 class MachineOfLentWindows(MachineOfWindows):
@@ -84,33 +58,37 @@ class MachineOfLentWindows(MachineOfWindows):
     has_connector = True
 
 
-TestLentWindows = MachineOfLentWindows.TestCase
-TestLentWindows.settings = machine_settings(60, 50)
-TestLentWindows.runTest = soaked(TestLentWindows.runTest)  # type: ignore[method-assign]
+TestLentWindows = machine_test(MachineOfLentWindows, 60, 50)
 
 
 class MachineOfLentWindowsAlone(MachineOfLentWindows):
     """No layer keeps all tokens, so nothing is lent before the end of a prompt."""
 
-    num_blocks: ClassVar[dict[int | None, int]] = {9: 11, 3: 8}
+    cache = config_of({9: 11, 3: 8})
 
 
-TestLentWindowsAlone = MachineOfLentWindowsAlone.TestCase
-TestLentWindowsAlone.settings = machine_settings(40, 50)
-TestLentWindowsAlone.runTest = soaked(TestLentWindowsAlone.runTest)  # type: ignore[method-assign]
+TestLentWindowsAlone = machine_test(MachineOfLentWindowsAlone, 40, 50)
+
+
+class MachineOfStatesAndWindows(MachineOfLeavingReceivers, MachineOfLentWindows):
+    """A slot beside the blocks of both groups, and snapshots of what is in it: a request has all of them, or nothing."""
+
+    cache = config_of({None: 14, 5: 7}, 5)
+    changes: ClassVar[dict[str, Any]] = {"state_snapshots": 2}
+
+
+TestStatesAndWindows = machine_test(MachineOfStatesAndWindows, 40, 50)
 
 
 class MachineOfDraftsInWindows(MachineOfWindows):
     """No layer keeps all tokens. Drafts are computed, of which some are wrong; steps run ahead where there are none."""
 
     runs_ahead = True
-    num_blocks: ClassVar[dict[int | None, int]] = {9: 11, 3: 8}
+    cache = config_of({9: 11, 3: 8})
     changes: ClassVar[dict[str, Any]] = {"speculate": "ngram", "num_speculative_tokens": 3}
 
 
-TestDraftsInWindows = MachineOfDraftsInWindows.TestCase
-TestDraftsInWindows.settings = machine_settings(60, 50)
-TestDraftsInWindows.runTest = soaked(TestDraftsInWindows.runTest)  # type: ignore[method-assign]
+TestDraftsInWindows = machine_test(MachineOfDraftsInWindows, 60, 50)
 
 
 def engine_of(num_blocks: dict[int | None, int], **changes: Any) -> SteppedEngine:

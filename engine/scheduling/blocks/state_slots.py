@@ -128,6 +128,10 @@ class StateSlots:
         """Return those that have a slot."""
         return set(self._slot_of)
 
+    def count_by_state(self) -> dict[str, int]:
+        """Return the number of slots in each state, without those of snapshots and drafts."""
+        return {"free": len(self._free), "held": len(self._slot_of), "quarantined": len(self._quarantined)}
+
     def pop_copies(self) -> list[tuple[int, int]]:
         """Return ``copies``, which are to be made now."""
         copies, self.copies = self.copies, []
