@@ -201,7 +201,7 @@ def check_spread(num_experts: int, num_ranks: int) -> None:
         return
     if not num_experts:
         raise SettingError(
-            f"data_parallel_size is {num_ranks}, and the model has no experts to spread over the ranks: "
+            f"data_parallel_size is {num_ranks}, and the model has no experts that can be spread over the ranks: "
             "run more workers instead, which need not step together",
             param="data_parallel_size",
         )

@@ -60,6 +60,8 @@ _STATELESS_LAYERS = frozenset({"mlp", "moe"})
 # The longest context of a model without positions: by default, and by a setting.
 _WITHOUT_POSITIONS = (LENGTH_WITHOUT_POSITIONS, 2**20)
 _SENSES = frozenset({"audio_config", "vision_config"})
+# Modules with this decorator have the weights of all experts of a layer, and skip those of other ranks.
+_EXPERTS_INTERFACE = "@use_experts_implementation"
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 
@@ -99,7 +101,9 @@ class TransformersFacts:
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts of a layer; 0 without."""
+        """Return the number of experts of a layer that can be spread over ranks; 0 without."""
+        if not any(_EXPERTS_INTERFACE in text for text in _code_of(self.text)):
+            return 0
         found = (getattr(self.text, name, None) for name in _NUMBERS_OF_EXPERTS)
         return next((number for number in found if isinstance(number, int)), 0)
 

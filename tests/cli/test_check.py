@@ -296,8 +296,8 @@ def test_a_group_has_its_gpus_and_its_memory_in_the_report(
 @pytest.mark.parametrize(
     ("family", "size", "told"),
     [
-        ("llama", 2, "data_parallel_size is 2, and the model has no experts to spread over the ranks"),
-        ("olmo2", 2, "data_parallel_size is 2, and the model has no experts to spread over the ranks"),
+        ("llama", 2, "data_parallel_size is 2, and the model has no experts that can be spread"),
+        ("olmo2", 2, "data_parallel_size is 2, and the model has no experts that can be spread"),
         ("qwen3_moe", 5, "data_parallel_size is 5, and the model has 4 experts; each rank needs one"),
     ],
     ids=["dense", "transformers", "many"],

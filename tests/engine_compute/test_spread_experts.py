@@ -3,13 +3,16 @@
 import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from contract.errors import SettingError
+from engine.models.served import examine
 from engine.models.spread_experts import spread
+from tests.checkpoints import write_checkpoint
 from tests.fakes.engine.local_ranks import Exchange
 from tests.families.tiny_models import make_tiny
 
@@ -63,6 +66,14 @@ def test_each_rank_gets_the_logits_of_the_whole(family: str) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_experts_in_other_modules_are_refused() -> None:
+def test_experts_in_other_modules_are_refused(tmp_path: Path) -> None:
+    """The check refuses them, too, before a start has read all weights."""
+    folder = write_checkpoint(tmp_path / "jetmoe", make_tiny("jetmoe"), 3)
+    with pytest.raises(SettingError, match="the model has no experts that can be spread over the ranks"):
+        examine(folder, data_parallel_size=2)
+    folder = write_checkpoint(tmp_path / "nemotron_h", make_tiny("nemotron_h"), 3)
+    served = examine(folder, data_parallel_size=2)
+    assert served.num_weight_bytes is not None
+    assert 0 < served.num_expert_bytes < served.num_weight_bytes
     with pytest.raises(SettingError, match="its experts cannot be spread over data-parallel ranks"):
         spread(make_tiny("jetmoe"), ThreadExchange(0, Exchange(2)), "JetMoeForCausalLM")
