@@ -43,6 +43,7 @@ OTHER_MODELS = ((RECURRENT, "tcp"), (RECURRENT, "shm"), (WINDOWS, "tcp"))
 FAULTS = ("tests/chaos/test_links.py", "tests/chaos/test_frozen.py")
 MACHINES = (
     "tests/engine_scheduling/test_state_machine.py",
+    "tests/engine_scheduling/test_slot_machine.py",
     "tests/engine_scheduling/test_state_slots.py",
     "tests/engine_scheduling/test_window_machine.py",
     "tests/engine_scheduling/test_pool_machine.py",
