@@ -16,6 +16,7 @@ from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.remote_kv import RemoteKV, TransferStages
 from engine.scheduling.tiers.kv_tiers import KVTiers
 from engine.scheduling.tiers.loads import TierLoads
+from engine.scheduling.tiers.swapped_states import SwappedStates
 from engine.scheduling.tiers.tier import Tier
 from engine.scheduling.tiers.write_behind import WriteBehind, watermark
 from engine.settings import EngineSettings
@@ -154,8 +155,13 @@ def _tier_loads(
     timeout_seconds: float,
 ) -> TierLoads:
     groups: list[list[WriteBehind]] = [[] for _ in pools.pools]
+    swapped: list[Tier] = []
     for storage in storages:
+        if storage.group == len(pools.pools):
+            swapped.append(Tier(storage))
+            continue
         pool = pools.pools[storage.group]
         num_guarded = watermark(pool.num_usable_blocks, num_step_blocks)
         groups[storage.group].append(WriteBehind(Tier(storage), pool, num_guarded, wake))
-    return TierLoads(KVTiers(pools, groups), pools, timeout_seconds, wake)
+    states = None if pools.states is None else SwappedStates(pools.states, swapped)
+    return TierLoads(KVTiers(pools, groups, states), pools, timeout_seconds, wake)

@@ -51,14 +51,6 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
     num_snapshots = settings.state_snapshots if settings.enable_prefix_caching else 0
     has_drafts = settings.speculate != "none"
     states = None if layout is None else StateNeeds(layout, settings.block_size, num_snapshots, has_drafts)
-    has_tiers = settings.host_kv_bytes or settings.disk_kv_dir is not None
-    if states is not None and has_tiers:
-        executor.shutdown()
-        param = "host_kv_bytes" if settings.host_kv_bytes else "disk_kv_dir"
-        raise SettingError(
-            f"{param} is set, and KV tiers do not store the states of recurrent layers, which the model has: leave it unset",
-            param=param,
-        )
     workload = None
     why_whole = ""
     if settings.keeps_all_tokens:

@@ -19,6 +19,8 @@ from engine.kv_tiers.storage import (
     RankPlace,
     digest_of,
     fill_blocks,
+    has_states,
+    note_loaded,
     read_blocks,
     settle_thread,
     storage_name,
@@ -127,6 +129,8 @@ class DiskTier:
             return 0
 
     def _store(self, copies: Sequence[BlockCopy]) -> int:
+        if not has_states(self._memory, copies):
+            return 0
         for copy, view in read_blocks(self._memory, copies):
             digest = digest_of(view, copy.block_hash, self._group.name)
             self._folder.write(copy.slot, SlabEntry(copy.block_hash, digest, next(self._numbers)), view)
@@ -142,4 +146,5 @@ class DiskTier:
                     return num_filled
             return len(copies)
 
-        return fill_blocks(self._memory, [copy.block_id for copy in copies], fill)
+        num_intact = fill_blocks(self._memory, [copy.block_id for copy in copies], fill)
+        return note_loaded(self._memory, copies, num_intact)

@@ -14,6 +14,8 @@ from engine.kv_tiers.storage import (
     GroupPlace,
     digest_of,
     fill_blocks,
+    has_states,
+    note_loaded,
     read_blocks,
     settle_thread,
     storage_name,
@@ -100,6 +102,8 @@ class HostTier:
         self._thread.shutdown(cancel_futures=True)
 
     def _store(self, copies: Sequence[BlockCopy]) -> int:
+        if not has_states(self._memory, copies):
+            return 0
         for copy, view in read_blocks(self._memory, copies):
             np.copyto(self._slots[copy.slot], np.frombuffer(view, np.uint8))
             self._digests[copy.slot] = digest_of(self.slot_view(copy.slot), copy.block_hash, self._group_name)
@@ -114,4 +118,5 @@ class HostTier:
                     return num_filled
             return len(copies)
 
-        return fill_blocks(self._memory, [copy.block_id for copy in copies], fill)
+        num_intact = fill_blocks(self._memory, [copy.block_id for copy in copies], fill)
+        return note_loaded(self._memory, copies, num_intact)

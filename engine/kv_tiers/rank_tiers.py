@@ -46,7 +46,7 @@ def open_tiers(
     Raises SettingError for a size that cannot be, and a folder that cannot be used.
     """
     tiers: list[TierStorage] = []
-    places = _places(memory.regions[: len(groups)], groups)  # without that of states, which no tier stores
+    places = _places(memory.regions, groups)
     with contextlib.ExitStack() as undo:
         if settings.host_kv_bytes:
             free_bytes = HostProbe().read().free_bytes
@@ -65,12 +65,16 @@ def open_tiers(
 
 
 def _places(regions: Sequence[KVMemory], groups: Sequence[CacheGroup]) -> list[tuple[KVMemory, GroupPlace]]:
-    """Return the region of each group with its share of a tier, which is that of the pool."""
-    # Blocks of recurrent layers alone have no bytes; such a model has no tier.
-    sizes = [max(1, region.num_blocks * region.layout.block_bytes) for region in regions]
-    names = ["", *(group.name for group in groups[1:])]
-    each = enumerate(zip(regions, names, sizes, strict=True))
-    return [(region, GroupPlace(number, name, size / sum(sizes))) for number, (region, name, size) in each]
+    """Return the region of each group, and of states, with its share of a tier, which is that of the pool.
+
+    The blocks of a model of recurrent layers alone have no bytes, and no place.
+    """
+    sizes = [region.num_blocks * region.layout.block_bytes for region in regions]
+    names = ["", *(group.name for group in groups[1:]), "states"]
+    each = enumerate(zip(regions, names, sizes, strict=False))
+    return [
+        (region, GroupPlace(number, name, size / sum(sizes))) for number, (region, name, size) in each if size
+    ]
 
 
 class RankTiers:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import xxhash
 
 from contract.block_hash import BlockHash
+from contract.errors import InternalError
 from engine.connector import KVMemory
 
 # A batch of blocks on a device is copied in parts of this size.
@@ -18,11 +19,15 @@ _MAX_PINNED_BYTES = 64 * 2**20
 
 
 class BlockCopy(NamedTuple):
-    """A copy of one block between the pool and a slot of a tier. block_hash: the hash of the block's content."""
+    """A copy of one block between the pool and a slot of a tier. block_hash: the hash of the block's content.
+
+    num_tokens: of a piece of the states of recurrent layers, how many tokens these have absorbed.
+    """
 
     block_id: int
     slot: int
     block_hash: BlockHash
+    num_tokens: int = 0
 
 
 class RankPlace(NamedTuple):
@@ -133,6 +138,26 @@ def digest_of(content: memoryview, block_hash: BlockHash, group: str = "") -> in
     return xxhash.xxh3_64_intdigest(
         content, xxhash.xxh3_64_intdigest(group.encode(), seed) if group else seed
     )
+
+
+def has_states(memory: KVMemory, copies: Sequence[BlockCopy]) -> bool:
+    """Return False for pieces of slots of which one has other states than those behind ``num_tokens``."""
+    if memory.states is None:
+        return True
+    try:
+        for copy in copies:
+            memory.states.check([copy.block_id], copy.num_tokens)
+    except InternalError:
+        return False
+    return True
+
+
+def note_loaded(memory: KVMemory, copies: Sequence[BlockCopy], num_intact: int) -> int:
+    """Record the states that pieces of slots have now, if all are intact; return ``num_intact``."""
+    if memory.states is not None and num_intact == len(copies):
+        for copy in copies:
+            memory.states.note_received([copy.block_id], copy.num_tokens)
+    return num_intact
 
 
 def read_blocks(memory: KVMemory, copies: Sequence[BlockCopy]) -> Iterator[tuple[BlockCopy, memoryview]]:

@@ -90,7 +90,7 @@ def check_integrity(scheduler: SchedulerState) -> None:
     leases = set(map(lease_holder, scheduler.remote_kv.sender.leases))
     tiers = scheduler.remote_kv.tiers
     copies = tiers.holders if tiers is not None else []
-    scheduler.pools.check_integrity({*leases, *copies})
+    scheduler.pools.check_integrity(leases, copies)
     live.index.check_integrity()
     assert sorted(live.index.keys) == sorted(scheduler.requests)
     assert set(scheduler.pools.holders()) <= {*scheduler.requests, *leases, *copies}

@@ -165,5 +165,5 @@ class SchedulerState(SchedulerInterface):
         return [
             request
             for request in self.queues.waiting.requests
-            if request.status is RequestStatus.PREEMPTED and tiers.has_part_of(request.block_hashes)
+            if request.status is RequestStatus.PREEMPTED and tiers.has_part_of(request)
         ]

@@ -122,9 +122,10 @@ def test_a_model_of_recurrent_layers_alone_is_served(tmp_path: Path) -> None:
     check_answers(engine, folder)
 
 
-def test_kv_tiers_are_refused(model: Path) -> None:
+def test_a_tier_needs_room_for_states(model: Path) -> None:
+    """It divides its bytes as the pool does."""
     settings = EngineSettings(model=model, kv_cache_bytes=MIB, host_kv_bytes=1 << 16, **CRAMPED)
-    with pytest.raises(SettingError, match="host_kv_bytes is set, and KV tiers do not store the states"):
+    with pytest.raises(SettingError, match="are for blocks of states, and one block has"):
         EngineCore(settings)
 
 

@@ -10,6 +10,7 @@ from hypothesis.stateful import precondition, rule
 
 from tests.engine_scheduling.stepping import fake_request
 from tests.engine_scheduling.test_state_machine import MachineOfWholePrompts, SchedulerMachine
+from tests.engine_scheduling.test_state_slots import MachineOfManySlots
 from tests.engine_scheduling.test_window_machine import MachineOfWindows, config_of
 from tests.soak_settings import machine_test
 
@@ -130,3 +131,10 @@ class MachineWithTierOfOneWindow(MachineWithTier, MachineOfWindows):
 
 
 TestWithTierOfOneWindow = machine_test(MachineWithTierOfOneWindow, 10, 50)
+
+
+class MachineWithTiersOfStates(MachineWithTwoTiers, MachineOfManySlots):
+    """Recurrent layers beside KV; a preempted request comes back with its states, or is computed again."""
+
+
+TestWithTiersOfStates = machine_test(MachineWithTiersOfStates, 20, 50)

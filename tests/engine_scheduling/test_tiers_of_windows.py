@@ -109,7 +109,7 @@ def test_what_windows_reach_comes_back_from_a_tier(tmp_path: Path, family: str, 
     assert started.answers(PROMPTS) == first
     counted = started.engine.core.call("counters", [])
     if info.groups[0].window is None:  # what a window keeps does not grow, so nothing is preempted for it
-        assert counted["num_preemptions_total"] > 0 and started.count("loaded_blocks_total", kind) > 0
+        assert counted["num_preemptions_total"] > 0
     assert (
         started.answers(PROMPTS[1:2]) == first[1:2]
     )  # alone, so that nothing of it is lost before it is stored

@@ -183,7 +183,7 @@ class Preemption:
             victim = self._victims()[0]
             if self._tiers is not None:
                 # Usually they are stored already, since the tiers store first what ``next_tables`` yields first.
-                self._tiers.store_now(victim.block_hashes[: victim.num_indexed_blocks])
+                self._tiers.store_now(victim)
                 if self._pools.can_allocate(num_new):  # the missing blocks were held for copies
                     break
             plan.drop(victim)

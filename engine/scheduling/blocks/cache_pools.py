@@ -237,15 +237,15 @@ class CachePools:
             counts.update(pool.holders())
         return dict(counts)
 
-    def check_integrity(self, lent: Collection[str] = ()) -> None:
+    def check_integrity(self, lent: Collection[str] = (), copies: Collection[str] = ()) -> None:
         """Check each pool, that a holder has tables of equal length, and a slot. Raises AssertionError.
 
-        lent: other holders than requests: of blocks of prompts that are lent, one of which may have ended between two of
-        its chunks, and of copies to KV tiers.
+        lent: holders of blocks of prompts that are lent; one of them may have ended between two of its chunks. copies: those
+        of blocks of one group, or of a slot, that are copied to KV tiers.
         """
         for pool in self.pools:
             pool.check_integrity()
-        holders = {holder for pool in self.pools for holder in pool.holders()}
+        holders = {holder for pool in self.pools for holder in pool.holders()}.difference(copies)
         for holder in holders:
             windows = (pool for pool in self.pools if isinstance(pool, WindowPool))
             if holder in lent or any(pool.has_promise(holder) for pool in windows):
@@ -254,6 +254,6 @@ class CachePools:
             assert len(lengths) == 1, f"{holder}: unequal tables"
         if self.states is not None:
             self.states.check_integrity()
-            assert self.states.holders() == holders, (  # no tier stores states, so there is no copy
+            assert self.states.holders().difference(copies) == holders, (
                 "a request has blocks without a slot, or a slot without blocks"
             )

@@ -23,7 +23,7 @@ class StateSlots:
         self.num_slots = num_slots
         self.snapshots = snapshots
         self.num_spares = num_spares
-        self._num_pieces = num_pieces
+        self.num_pieces = num_pieces
         self.copies: list[tuple[int, int]] = []
         self._free = list(range(num_slots, NO_SLOT, -1))
         self._slot_of: dict[str, int] = {}
@@ -74,7 +74,7 @@ class StateSlots:
     def pieces_of(self, holder: str) -> list[int]:
         """Return the numbers of the pieces of a holder's slot, among those of all slots."""
         slot = self._slot_of[holder]
-        return list(range((slot - 1) * self._num_pieces, slot * self._num_pieces))
+        return list(range((slot - 1) * self.num_pieces, slot * self.num_pieces))
 
     def hand_over(self, holder: str, new_holder: str) -> None:
         """Give the slot of a holder to another one, which has none: what it lends stays there."""

@@ -41,6 +41,13 @@ class HashChain:
         twin._root = self._root
         return twin
 
+    def text_hash(self, token_ids: Sequence[int], num_tokens: int) -> BlockHash:
+        """Return the hash of the last block of the first ``num_tokens``, which may be partly filled."""
+        num_full = num_tokens // self._block_size
+        last = self.blocks[num_full - 1] if num_full else self._root
+        rest = token_ids[num_full * self._block_size : num_tokens]
+        return block_hash(last, rest) if rest else last
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add the hash of the last block, which the newest token has filled. token_ids: all known tokens."""
         parent = self.blocks[-1] if self.blocks else self._root
@@ -112,6 +119,7 @@ class Request:
     this request's blocks. answer_length: tokens of the whole answer that were emitted, those by other engines included.
     structured_output_request: where the answer is in its grammar; None without a grammar, and while it is compiled.
     received: what came with the prompt's KV from another worker; set between its arrival and the request's first step only.
+    num_swapped_tokens: how many of its tokens its states had absorbed when it was preempted, if KV tiers may have these.
     num_until_whole: with fewer tokens, a window sees a block that arrived without its first tokens.
     drafts: guesses of its coming tokens, in an engine that speculates.
     """
@@ -135,6 +143,7 @@ class Request:
     dismissed: set[int] = field(default_factory=set)
     structured_output_request: GrammarMatcher | None = None
     received: Received | None = None
+    num_swapped_tokens: int = 0
     num_until_whole: int = 0
     drafts: Drafts = field(default_factory=Drafts)
 

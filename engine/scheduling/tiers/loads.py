@@ -13,13 +13,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, groupby, takewhile
-from typing import NamedTuple
+from itertools import count, groupby
 
-from contract.block_hash import BlockHash
 from engine.kv_tiers.storage import BlockCopy
-from engine.scheduling.blocks.block_pool import NULL_BLOCK, blocks_needed
-from engine.scheduling.blocks.cache_pools import Blocks, CachePools, prefix_match
+from engine.scheduling.blocks.block_pool import blocks_needed
+from engine.scheduling.blocks.cache_pools import CachePools
 from engine.scheduling.blocks.lent_blocks import (
     allocate_each,
     can_allocate_each,
@@ -29,6 +27,7 @@ from engine.scheduling.blocks.lent_blocks import (
 from engine.scheduling.requests.finish import RequestStatus
 from engine.scheduling.requests.request import Request
 from engine.scheduling.tiers.kv_tiers import KVTiers
+from engine.scheduling.tiers.load_plans import plan_prefix, plan_swapped
 from engine.scheduling.tiers.tier import Tier
 from engine.scheduling.waits.waits import Ready
 
@@ -57,12 +56,12 @@ class _Part:
 class _Load:
     """The blocks that a request waits for, or has waited for (is_abandoned).
 
-    num_blocks: of the prefix that it has when all is loaded. num_cached: of each group, places before those that are loaded.
+    num_tokens: of the prefix that it has when all is loaded. num_cached: of each group, places before those that are loaded.
     holder: of the blocks in quarantine. ends: numbers the ends of parts.
     """
 
     request: Request
-    num_blocks: int
+    num_tokens: int
     num_cached: Sequence[int]
     holder: str
     parts: list[_Part] = field(default_factory=list)
@@ -75,9 +74,7 @@ class _Load:
         return all(part.future.done() for part in self.parts)
 
     def num_intact(self) -> int:
-        """Return how many blocks the prefix has that is there: all, or those before the first damaged one of one group."""
-        if self.is_whole:
-            return self.num_blocks
+        """Return how many blocks of one group are there: those before the first damaged one."""
         total = self.num_cached[0]
         for part in self.parts:
             total += part.num_intact
@@ -89,18 +86,6 @@ class _Load:
     def is_whole(self) -> bool:
         """True if all blocks have arrived."""
         return all(part.num_intact == len(part.copies) for part in self.parts)
-
-
-class _Plan(NamedTuple):
-    """The blocks that a load brings.
-
-    num_blocks: of the prefix that the request has then. heads: of each group, the blocks in place of which nothing is
-    loaded: those that the pool has, and null blocks where windows have passed. sources: the tiers of the blocks behind them.
-    """
-
-    num_blocks: int
-    heads: Blocks
-    sources: Sequence[Sequence[Tier]]
 
 
 class TierLoads:
@@ -144,21 +129,27 @@ class TierLoads:
         its next block, or too few blocks are free.
         """
         pools = self._pools
-        hashes = request.reusable_hashes
-        cached = pools.find_cached(hashes)
-        plan = self._plan(hashes, cached)
+        known = request.reusable_hashes
+        cached = pools.find_cached(known)
+        plan = (
+            plan_swapped(pools, self.tiers, request)
+            if pools.states
+            else plan_prefix(pools, self.tiers, known, cached)
+        )
         num_all = blocks_needed(request.num_tokens, pools.block_size)
-        heads = plan.heads if plan else cached
+        heads = plan.heads if plan else cached[: len(pools.pools)]
         numbers = [num_all - len(head) for head in heads]
         if not can_allocate_each(pools, numbers, heads, promised() if plan else ()):
             return False
-        self.tiers.offer(cached, hashes[: len(cached[0])])  # what is used in the pool stays in the tiers
+        self.tiers.offer(cached, known[: len(cached[0])])  # what is used in the pool stays in the tiers
         if plan is None:
             return False
         tables = allocate_each(pools, request.key, numbers, heads)
         holder = f"load:{next(self._numbers)}"
-        load = self._loads[request.key] = _Load(request, plan.num_blocks, list(map(len, heads)), holder)
-        for group, (table, head, tiers) in enumerate(zip(tables, heads, plan.sources, strict=True)):
+        load = self._loads[request.key] = _Load(request, plan.num_tokens, list(map(len, heads)), holder)
+        hashes = plan.hashes
+        for group, (head, tiers) in enumerate(zip(heads, plan.sources, strict=True)):
+            table = tables[group]
             first = len(head)
             for tier, run in groupby(tiers):
                 end = first + len(list(run))
@@ -168,36 +159,13 @@ class TierLoads:
                 ]
                 load.parts.append(_Part(group, first, tier, copies, tier.storage.load(copies)))
                 first = end
+        if self.tiers.states is not None and plan.swapped is not None:
+            tier = plan.swapped
+            copies = self.tiers.states.copies_from(tier, hashes[-1], request.key, plan.num_tokens)
+            load.parts.append(_Part(len(heads), 0, tier, copies, tier.storage.load(copies)))
         for part in load.parts:  # when all are known: one may be over at once
             part.future.add_done_callback(lambda _: self._on_copied(load))
         return True
-
-    def _plan(self, hashes: Sequence[BlockHash], cached: Blocks) -> _Plan | None:
-        """Return what tiers have behind the blocks of a prefix that the pools have; None if that is nothing."""
-        pools = self._pools
-        if not pools.has_windows:
-            found = [tier for tier, _ in self.tiers.find(hashes[len(cached[0]) :])]
-            return _Plan(len(cached[0]) + len(found), cached, [found]) if found else None
-        in_pools = [pool.find_each_cached(hashes) for pool in pools.pools]
-        in_tiers = [list(self.tiers.find_each(group, hashes)) for group in range(len(pools.pools))]
-        found_places = [
-            [block or tier is not None for block, tier in zip(*own, strict=True)]
-            for own in zip(in_pools, in_tiers, strict=True)
-        ]
-        num_blocks = prefix_match(pools.groups, found_places)
-        if num_blocks <= len(cached[0]):
-            return None
-        heads: list[list[int]] = []
-        sources: list[list[Tier]] = []
-        for group, blocks, tiers in zip(pools.groups, in_pools, in_tiers, strict=True):
-            num_passed = group.num_passed_blocks(num_blocks * pools.block_size)
-            head = [NULL_BLOCK] * num_passed + list(takewhile(bool, blocks[num_passed:num_blocks]))
-            behind = [tier for tier in tiers[len(head) : num_blocks] if tier is not None]
-            if len(behind) < num_blocks - len(head):
-                return None  # the pool has some of what is seen, a tier what is before them, and neither all
-            heads.append(head)
-            sources.append(behind)
-        return _Plan(num_blocks, tuple(heads), sources)
 
     def pop_ready(self) -> list[Ready]:
         """Return the requests whose blocks are there, as far as they were intact, and those that have waited too long."""
@@ -246,16 +214,23 @@ class TierLoads:
         request = load.request
         del self._loads[request.key]
         pools = self._pools
+        size = pools.block_size
+        is_all_needed = pools.has_windows or pools.states is not None
         for part in load.parts:
-            own = request.block_hashes[part.first : part.first + part.num_intact]
+            if part.group == len(pools.pools):
+                continue  # states
+            end = min(
+                part.first + part.num_intact, load.num_tokens // size
+            )  # no partly filled block is found
+            own = request.block_hashes[part.first : end]
             pools.pools[part.group].enter(request.key, part.first, own)
-            if part.num_intact < len(part.copies) and not pools.has_windows:
+            if part.num_intact < len(part.copies) and not is_all_needed:
                 break  # what is behind will be computed, into these blocks
-        if pools.has_windows and not load.is_whole:
-            pools.free(request.key)  # its windows begin behind what must be computed
+        if is_all_needed and not load.is_whole:
+            pools.free(request.key)  # its windows begin behind what must be computed, and so do its states
             return
-        request.num_indexed_blocks = load.num_intact()
-        request.num_computed_tokens = request.num_indexed_blocks * pools.block_size
+        request.num_computed_tokens = load.num_tokens if load.is_whole else load.num_intact() * size
+        request.num_indexed_blocks = request.num_computed_tokens // size
         # What came from a slow tier is stored in the faster ones: it will be used again.
         first = min(load.num_cached)
         hashes = request.block_hashes[first : request.num_indexed_blocks]

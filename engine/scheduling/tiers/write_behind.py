@@ -29,7 +29,7 @@ _SHARE = 8
 # For longer than this, the end of an engine does not wait for its content to be stored.
 _MAX_FLUSH_SECONDS = 5.0
 # For longer than this, a preemption does not wait for a tier: what is not stored is computed again.
-_MAX_SECONDS = 1.0
+MAX_SECONDS = 1.0
 
 
 def watermark(num_usable_blocks: int, num_step_blocks: int) -> int:
@@ -112,10 +112,10 @@ class WriteBehind:
         missing = [] if is_kept else [block_id for block_id in block_ids if block_id in self._unstored]
         if self._batch is None and not missing:
             return True
-        if self.tier.num_stuck or not self.settle(_MAX_SECONDS):
+        if self.tier.num_stuck or not self.settle(MAX_SECONDS):
             return is_kept
         is_whole = self._begin(missing, lambda: len(missing), len(missing))
-        return self.settle(_MAX_SECONDS) and is_whole
+        return self.settle(MAX_SECONDS) and is_whole
 
     def forget(self, hashes: Collection[BlockHash]) -> None:
         """Do not store these contents, which are corrupt."""

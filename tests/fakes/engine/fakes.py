@@ -27,7 +27,7 @@ from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, Sched
 from engine.settings import EngineSettings
 from tests.fakes.engine.memory import MODULUS, FakeMemory, prefix_codes
 from tests.fakes.engine.sequences import FakeSequence, FakeStates
-from tests.fakes.engine.tiers import FakeTierStorage
+from tests.fakes.engine.tiers import FakeTierStorage, open_fake_tiers
 
 FAKE_VOCAB_SIZE = 1000
 FAKE_MAX_MODEL_LEN = 256
@@ -362,11 +362,7 @@ class FakeExecutor:
 
     def open_kv_tiers(self, settings: EngineSettings) -> list[TierStorage]:
         """Open a tier of ``host_kv_bytes`` blocks, if that is not 0, and one of ``disk_kv_bytes``, if there is a folder."""
-        for group, memory in enumerate((self.memory, *self.memory.others)):
-            if settings.host_kv_bytes:
-                self.tiers.append(FakeTierStorage(memory, settings.host_kv_bytes, group=group))
-            if settings.disk_kv_dir is not None:
-                self.tiers.append(FakeTierStorage(memory, settings.disk_kv_bytes, "disk", group))
+        self.tiers += open_fake_tiers(self.memory, settings)
         return [*self.tiers]
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:

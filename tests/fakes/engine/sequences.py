@@ -81,6 +81,15 @@ class FakeStates:
         self._reading.remove(piece + 1)
         self._states[piece + 1] = len(codes), codes[-1]
 
+    def find(self, piece: int) -> tuple[int, int] | None:
+        """Return the state of a slot: the number of tokens, and the code of the last one; None if it has none."""
+        return self._states.get(piece + 1)
+
+    def fill(self, piece: int, state: tuple[int, int]) -> None:
+        """Complete a read of a state."""
+        self._reading.remove(piece + 1)
+        self._states[piece + 1] = state
+
     def scribble(self, pieces: Sequence[int]) -> None:
         """End a read, which leaves garbage."""
         (piece,) = pieces

@@ -5,9 +5,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from engine.kv_tiers.storage import BlockCopy, storage_name
+from engine.settings import EngineSettings
 
 if TYPE_CHECKING:
     from tests.fakes.engine.memory import FakeMemory
+    from tests.fakes.engine.sequences import FakeStates
 
 
 class FakeTierStorage:
@@ -125,3 +127,59 @@ class FakeTierStorage:
                 return num_intact
             self._memory.slots[copy.block_id] = list(content)
         return len(copies)
+
+
+class FakeStateStorage(FakeTierStorage):
+    """Keeps the states of slots, which have one piece each."""
+
+    def __init__(
+        self, states: "FakeStates", num_slots: int, kind: str, group: int, memory: "FakeMemory"
+    ) -> None:
+        super().__init__(memory, num_slots, kind, group)
+        self._states = states
+        self._kept: dict[int, tuple[int, int]] = {}
+
+    def load(self, copies: Sequence[BlockCopy]) -> "Future[int]":
+        """Copy slots of the tier to slots of states, now or later; no step may use these meanwhile."""
+        pieces = [copy.block_id for copy in copies]
+        self._states.begin_reading(pieces)
+        future = super().load(copies)
+        future.add_done_callback(lambda end: self._states.scribble(pieces) if end.cancelled() else None)
+        return future
+
+    def _store(self, copies: Sequence[BlockCopy]) -> int:
+        ((piece, slot, block_hash, num_tokens),) = copies
+        found = self._states.find(piece)
+        is_kept = self.num_stores_kept is None or self.num_stores_kept > 0
+        self.num_stores_kept = None
+        if self.is_off or not is_kept or found is None or found[0] != num_tokens:
+            return 0
+        self._kept[slot] = found
+        self.contents[slot] = [], block_hash
+        return 1
+
+    def _load(self, copies: Sequence[BlockCopy]) -> int:
+        ((piece, slot, block_hash, num_tokens),) = copies
+        if self.is_off or self.contents[slot][1] != block_hash:
+            self._states.scribble([piece])
+            return 0
+        assert self._kept[slot][0] == num_tokens
+        self._states.fill(piece, self._kept[slot])
+        return 1
+
+
+def open_fake_tiers(memory: "FakeMemory", settings: EngineSettings) -> list[FakeTierStorage]:
+    """Return a tier "host" of ``host_kv_bytes`` blocks of each group, if that is not 0, and "disk", if there is a folder."""
+    sizes = {"host": settings.host_kv_bytes, "disk": settings.disk_kv_bytes if settings.disk_kv_dir else 0}
+    kinds = {kind: num_slots for kind, num_slots in sizes.items() if num_slots}
+    tiers = [
+        FakeTierStorage(region, num_slots, kind, group)
+        for group, region in enumerate((memory, *memory.others))
+        for kind, num_slots in kinds.items()
+    ]
+    if (states := memory.states) is not None:
+        group = 1 + len(memory.others)
+        tiers += [
+            FakeStateStorage(states, num_slots, kind, group, memory) for kind, num_slots in kinds.items()
+        ]
+    return tiers
