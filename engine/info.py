@@ -16,7 +16,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: "cpu", or "cuda:N" of the first rank. model: the model's folder.
     groups, group_blocks: the groups of layers, and the number of blocks of each, if not each layer keeps all tokens. Then
     layout and num_blocks are those of the first group. states, num_state_slots: of recurrent layers, num_spare_slots of them
-    for drafts.
+    for drafts, num_snapshot_slots for snapshots.
     """
 
     vocab_size: int
@@ -37,6 +37,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     states: StateLayout | None = None
     num_state_slots: int = 0
     num_spare_slots: int = 0
+    num_snapshot_slots: int = 0
+
+    @property
+    def num_request_slots(self) -> int:
+        """The number of requests that may have states at once."""
+        return self.num_state_slots - self.num_spare_slots - self.num_snapshot_slots
 
     @property
     def side(self) -> Side:

@@ -48,7 +48,7 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
 
     executor = create_executor(settings)
     layout = executor.model_info.states
-    num_snapshots = settings.state_snapshots if settings.enable_prefix_caching else 0
+    num_snapshots = _num_snapshots(settings)
     has_drafts = settings.speculate != "none"
     states = None if layout is None else StateNeeds(layout, settings.block_size, num_snapshots, has_drafts)
     workload = None
@@ -60,6 +60,10 @@ def start_executor(settings: EngineSettings) -> tuple["Executor", int]:
         workload = Workload(length, settings.max_num_batched_tokens, settings.max_num_seqs)
     num_blocks, _ = initialize_kv_cache(executor, workload=workload, why_whole=why_whole, states=states)
     return executor, num_blocks
+
+
+def _num_snapshots(settings: EngineSettings) -> int:
+    return settings.state_snapshots if settings.enable_prefix_caching else 0
 
 
 def describe_engine(
@@ -111,6 +115,9 @@ def describe_engine(
         states=None if config is None else config.cache.states,
         num_state_slots=0 if config is None else config.num_state_slots,
         num_spare_slots=0 if config is None else config.num_spare_slots,
+        num_snapshot_slots=_num_snapshots(settings)
+        if config is not None and config.cache.states is not None
+        else 0,
     )
 
 
@@ -121,12 +128,12 @@ SchedulerFactory = Callable[
 """settings, facts, connector, grammars, further wait stages and clock of an engine → its scheduler."""
 
 
-def _slots(settings: EngineSettings, info: EngineInfo, layout: StateLayout) -> StateSlots:
+def _slots(info: EngineInfo, layout: StateLayout) -> StateSlots:
     """Return the slots of an engine, of which the last ones are for drafts, and those before these for snapshots."""
-    num_snapshots = settings.state_snapshots if settings.enable_prefix_caching else 0
-    num_requests = info.num_state_slots - num_snapshots - info.num_spare_slots
+    num_requests = info.num_request_slots
+    num_snapshots = info.num_snapshot_slots
     snapshots = (
-        StateSnapshots(num_requests + 1, num_snapshots, settings.block_size) if num_snapshots else None
+        StateSnapshots(num_requests + 1, num_snapshots, info.layout.block_size) if num_snapshots else None
     )
     return StateSlots(num_requests, snapshots, info.num_spare_slots, layout.num_pieces)
 
@@ -149,7 +156,7 @@ def create_scheduler(
             for group, number in zip(groups, info.group_blocks or (info.num_blocks,), strict=True)
         ],
         settings.max_num_batched_tokens,
-        None if states is None else _slots(settings, info, states),
+        None if states is None else _slots(info, states),
     )
     limits = Limits.of(
         pools, info.max_model_len, info.vocab_size, info.model_fingerprint, settings.max_prompt_tokens

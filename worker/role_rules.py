@@ -51,6 +51,12 @@ Roles = Mapping[Role, RoleRules]
 
 
 def cache_credit(settings: WorkerSettings, info: EngineInfo) -> Credit:
-    """Return the credit of a worker that only the size of its KV cache limits."""
+    """Return the credit of a worker that only the size of its KV cache limits.
+
+    A request of a model with recurrent layers needs a slot: further ones wait at the router, and not here.
+    """
+    max_requests = settings.max_num_seqs
+    if info.states is not None:
+        max_requests = min(max_requests, info.num_request_slots)
     kv_tokens = (info.num_blocks - 1) * info.layout.block_size  # block 0 is the null block
-    return Credit(max_requests=settings.max_num_seqs, max_tokens=kv_tokens)
+    return Credit(max_requests=max_requests, max_tokens=kv_tokens)

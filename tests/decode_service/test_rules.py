@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InvalidRequestError
 from contract.requests import ReceiveTransfer
+from contract.state_layout import StateLayout, StatePart
 from decode_service.rules import DecodeRules
 from protos import worker_pb2 as pb
 from tests.role_engines import info_of, settings_of
@@ -43,6 +45,17 @@ def test_its_credit_is_the_whole_cache_whatever_a_step_holds(
     settings = settings_of(max_num_batched_tokens=step, max_queued_tokens=queued, max_num_seqs=7)
     credit = RULES.credit(settings, info_of(num_blocks))
     assert (credit.max_requests, credit.max_tokens) == (7, 4 * (num_blocks - 1))
+
+
+@pytest.mark.parametrize(("num_slots", "max_requests"), [(6, 3), (99, 7)])
+def test_requests_without_a_slot_for_their_states_wait_at_the_router(
+    num_slots: int, max_requests: int
+) -> None:
+    """Slots for snapshots and drafts are none of theirs."""
+    states = StateLayout((StatePart(layer=0, name="conv", shape=(1,), dtype="float32"),))
+    slots = {"num_state_slots": num_slots, "num_spare_slots": 1, "num_snapshot_slots": 2}
+    info = msgspec.structs.replace(info_of(9), states=states, **slots)
+    assert RULES.credit(settings_of(max_num_seqs=7), info).max_requests == max_requests
 
 
 @given(num_leases=st.integers(0, 3), num_fetches=st.integers(0, 3))
