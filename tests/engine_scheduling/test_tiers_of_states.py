@@ -28,7 +28,10 @@ from tests.families.tiny_models import make_tiny
 
 
 class Spoiling(InProcessExecutor):
-    """Fills slots that no request has with NaN before each step; damages: also what tiers have of states is damaged."""
+    """Fills slots that no request has with NaN before each step, and forgets what they have absorbed.
+
+    damages: what a tier has of states is damaged, too.
+    """
 
     engine: DraftingEngine | None = None
     damages = False
@@ -42,6 +45,7 @@ class Spoiling(InProcessExecutor):
             kept = {slot for pair in scheduled.block_copies[-1:] for copy in pair for slot in copy}
             for slot in set(slots._free) - kept:
                 states._slots[slot - 1].fill_(255)
+                states._num_tokens[slot] = -1
         if self.damages:
             host = self._tiers[-1]
             assert isinstance(host, HostTier)
