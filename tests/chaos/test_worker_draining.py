@@ -6,6 +6,7 @@ those that start no process again.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -80,11 +81,6 @@ async def stopped_and_restarted(scene: Scene, *names: str, num_legs: int = 1) ->
     return codes
 
 
-async def num_drains(scene: Scene, result: str) -> int:
-    """Return the number of drains with this result, since the pool's start."""
-    return (await scene.fleet.drains()).get(result, 0)
-
-
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 async def test_a_stopped_worker_lets_its_legs_end(scene: Scene, name: str) -> None:
     """It leaves when it is empty, long before its deadline, and the leases of a prefill worker are read."""
@@ -138,7 +134,7 @@ async def test_a_second_signal_ends_a_worker_at_once_and_no_request_fails(scene:
 @EACH_MODEL
 async def test_a_drain_by_the_router_is_undone_and_done_again(scene: Scene) -> None:
     """The worker stays in its process, serves again, and drains to its end."""
-    before = await num_drains(scene, "undone")
+    before = Counter(await scene.fleet.drains())
 
     async def drain() -> None:
         await until_busy(scene, "decode-0")
@@ -153,7 +149,9 @@ async def test_a_drain_by_the_router_is_undone_and_done_again(scene: Scene) -> N
         assert (await scene.fleet.order("decode-0", "undrain"))[0] == 200
 
     nothing_failed(await scene.during(drain))
-    assert await num_drains(scene, "undone") == before + 1
+    ended = Counter(await scene.fleet.drains()) - before
+    # A worker whose answers have all ended when its drain is undone was counted as empty.
+    assert ended.total() == 2 and (ended["undone"] == 1 or ended["empty"]), ended
 
 
 async def test_a_worker_of_each_role_is_restarted_one_after_the_other(scene: Scene) -> None:
