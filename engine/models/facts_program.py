@@ -49,7 +49,7 @@ def _read(folder: Path) -> dict[str, Any]:
         "max_positions": facts.max_positions,
         "is_composite": facts.is_composite,
         "is_tried": facts.is_tried,
-        "kv_shape": facts.kv_shape,
+        "kv_shapes": facts.kv_shapes,
         "has_states": facts.has_states,
         "windows": facts.windows,
         "num_experts": facts.num_experts,

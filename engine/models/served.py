@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from contract.cache_layout import CacheLayout
+from contract.decoding import converter
 from contract.errors import SettingError
-from contract.layout import DTYPE_BYTES, KEY_VALUE, LATENT, KVLayout, resolve_kv_dtype
+from contract.layout import DTYPE_BYTES, KEY_VALUE, KVLayout, resolve_kv_dtype
 from contract.state_layout import StateLayout
 from engine.models.checkpoint import (
     DTYPE_NAMES,
@@ -27,7 +28,15 @@ from engine.models.checkpoint import (
     check_tensors,
     read_config,
 )
-from engine.models.config import DecoderConfig, Head, RawConfig, bad_config, check_counts, check_spread
+from engine.models.config import (
+    DecoderConfig,
+    Head,
+    KVShape,
+    RawConfig,
+    bad_config,
+    check_counts,
+    check_spread,
+)
 from engine.models.registry import Architecture, architecture_name, find_architecture
 from engine.options import KVCacheOptions
 from engine.quantisation.stored import AnyScheme, describe_weights, open_weights, read_scheme
@@ -38,6 +47,8 @@ _STATES_PROGRAM = "engine.models.states_program"
 _PROGRAM_SECONDS = 300.0
 _EXPERTS = ".experts."
 """A part of the names of experts' tensors."""
+_to_shapes = converter(list[KVShape])
+_to_states = converter(StateLayout)
 _OTHER_PARTS = re.compile("vision|visual|image|audio|multi_modal_projector")
 """A part of the names of tensors that text does not pass through."""
 
@@ -200,7 +211,7 @@ def _examine_own(
         name = _named_dtype(dtype, raw)
         head = Head.TIED if config.tie_word_embeddings else Head.OWN
     length = model_length(max_model_len, *config.rope.lengths(config.max_position_embeddings))
-    shape = (config.num_layers, len(KEY_VALUE), config.num_kv_heads, config.head_dim)
+    shapes = [KVShape(KEY_VALUE, config.num_kv_heads, config.head_dim)] * config.num_layers
     counts = {each: prod(shape) for each, shape in architecture.shapes(config, head).items()}
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     num_of_experts = sum(number for each, number in counts.items() if _EXPERTS in each)
@@ -213,7 +224,7 @@ def _examine_own(
         quantisation=describe_weights(scheme, name, is_own=True),
         num_weight_bytes=_bytes(sum(counts.values()), name),
         num_expert_bytes=_bytes(num_of_experts, name) or 0,
-        cache=_cache(shape, kv_dtype, config.sliding_windows, length),
+        cache=_cache(shapes, kv_dtype, config.sliding_windows, length),
         max_model_len=length,
         has_weights=checkpoint is not None,
     )
@@ -238,7 +249,7 @@ def _examine_transformers(
         name = _named_dtype(dtype, part)
     else:
         weights, name = open_weights(checkpoint, scheme, part, dtype)
-    shape = facts["kv_shape"]
+    shapes = None if facts["kv_shapes"] is None else _to_shapes(facts["kv_shapes"])
     kv_dtype = name and resolve_kv_dtype(kv_cache_dtype, name)
     length = model_length(max_model_len, facts["num_positions"], facts["max_positions"])
     num_numbers = None
@@ -261,7 +272,7 @@ def _examine_transformers(
         quantisation=describe_weights(scheme, name, is_own=False),
         num_weight_bytes=_bytes(num_numbers, name),
         num_expert_bytes=_bytes(num_of_experts, name) or 0,
-        cache=_cache(shape, kv_dtype, facts["windows"], length),
+        cache=_cache(shapes, kv_dtype, facts["windows"], length),
         max_model_len=length,
         has_weights=checkpoint is not None,
         is_text_of_more=facts["is_composite"],
@@ -274,8 +285,7 @@ def _with_states(folder: Path, served: Served) -> Served:
     if served.cache is None or served.dtype is None:
         return served
     found = _answer(folder, _STATES_PROGRAM, served.dtype)["states"]
-    states = msgspec.convert(found, StateLayout | None)
-    return replace(served, cache=msgspec.structs.replace(served.cache, states=states))
+    return replace(served, cache=msgspec.structs.replace(served.cache, states=found and _to_states(found)))
 
 
 def text_part(raw: RawConfig) -> RawConfig:
@@ -307,21 +317,28 @@ def _named_dtype(setting: str, raw: RawConfig) -> str | None:
 
 
 def _cache(
-    shape: Sequence[int] | None, dtype: str | None, windows: Sequence[int | None], max_model_len: int
+    shapes: Sequence[KVShape] | None, dtype: str | None, windows: Sequence[int | None], max_model_len: int
 ) -> CacheLayout | None:
-    """Return the groups of layers. shape: layers, parts, KV heads and head_dim."""
-    if shape is None or dtype is None:
+    """Return the groups of layers. shapes, windows: of each layer that keeps KV. Raises SettingError as the engine does."""
+    if shapes is None or dtype is None:
         return None
-    num_layers, num_parts, num_kv_heads, head_dim = shape
-    layout = KVLayout(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=KVCacheOptions.model_fields["block_size"].default,
-        dtype=dtype,
-        parts=LATENT if num_parts == len(LATENT) else KEY_VALUE,
-    )
-    return CacheLayout.of(layout, windows, max_model_len=max_model_len)
+    layouts = [
+        KVLayout(
+            num_layers=1,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=KVCacheOptions.model_fields["block_size"].default,
+            dtype=dtype,
+            parts=shape.parts,
+        )
+        for shape in shapes or [KVShape(KEY_VALUE, 1, 1)]
+    ]
+    if len(set(layouts)) == 1:
+        return CacheLayout.of(layouts[0], windows, max_model_len=max_model_len)
+    try:
+        return CacheLayout.of_layers(layouts, windows)
+    except ValueError as error:
+        raise SettingError(f"this model is not served: {error}", param="model") from error
 
 
 def _bytes(num_numbers: int | None, dtype: str | None) -> int | None:

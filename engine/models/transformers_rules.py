@@ -18,7 +18,7 @@ from typing import Any
 from contract.errors import KvbatonError, SettingError
 from contract.layout import KEY_VALUE, LATENT
 from contract.model_folder import LENGTH_WITHOUT_POSITIONS
-from engine.models.config import RawConfig, context_lengths, name_angles, unserved
+from engine.models.config import KVShape, RawConfig, context_lengths, name_angles, unserved
 from engine.models.registry import ARCHITECTURES, architecture_name
 from engine.models.transformers_types import (
     COMPUTES_ANGLES,
@@ -71,8 +71,8 @@ class TransformersFacts:
     """A configuration of transformers that can be served. num_positions: the longest context in tokens without a setting.
 
     class_name: of transformers. max_positions: the longest one that a setting may ask for. is_tried: models of its type
-    are known to load. kv_shape: layers, parts (``KVLayout``), KV heads and head_dim; None if unknown. windows: of each
-    layer, the number of tokens that a token sees, None for all; empty without ``kv_shape``.
+    are known to load. kv_shapes: of each layer that keeps KV; None if unknown. windows: of each of these layers, the number
+    of tokens that a token sees, None for all.
     """
 
     config: Any
@@ -80,7 +80,7 @@ class TransformersFacts:
     num_positions: int
     max_positions: int
     is_tried: bool
-    kv_shape: tuple[int, int, int, int] | None
+    kv_shapes: tuple[KVShape, ...] | None
     windows: tuple[int | None, ...] = ()
 
     @property
@@ -144,14 +144,8 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
         if lengths is None:
             raise unserved(architecture, "config.json does not give its number of positions")
         shapes = _shapes(text)
-        num_layers = _num_attending(text)
-        kv_shape = (0, 1, 1, 1) if num_layers == 0 else None
-        if len(shapes) == 1 and num_layers:
-            # The last ones may read the KV of others.
-            num_layers -= int(getattr(text, "num_kv_shared_layers", None) or 0)
-            kv_shape = (num_layers, *shapes.pop())
-        windows = _windows(text, kv_shape[0])[: kv_shape[0]] if kv_shape else ()
-        return TransformersFacts(config, class_name, *lengths, config.model_type in TRIED, kv_shape, windows)
+        windows = () if shapes is None else _windows(text, len(shapes))[: len(shapes)]
+        return TransformersFacts(config, class_name, *lengths, config.model_type in TRIED, shapes, windows)
 
 
 def _served_text(architecture: str, raw: RawConfig, config: Any) -> Any:
@@ -320,18 +314,27 @@ def _windows(config: Any, num_layers: int) -> tuple[int | None, ...]:
     return tuple(of_type.get(each) for each in types if each in _ATTENDING)
 
 
-def _shapes(config: Any) -> set[tuple[int, int, int]]:
-    """Return the parts, KV heads and head_dim of the layers; empty if the configuration does not give them."""
+def _shapes(config: Any) -> tuple[KVShape, ...] | None:
+    """Return the shape of each layer that keeps KV; None if the configuration does not give them."""
+    num_layers = _num_attending(config)
+    if num_layers is None:
+        return None
     layers = list(getattr(config, "per_layer_config", None) or [config])
-    shapes = {_shape_of(layer) for layer in layers}
-    return {shape for shape in shapes if shape is not None}
+    found = [_shape_of(layer) for layer in layers]
+    known = {shape for shape in found if shape is not None}
+    if num_layers and len(known) == 1:
+        found = [known.pop()] * num_layers
+    # The last ones may read the KV of others.
+    own = found[: num_layers - int(getattr(config, "num_kv_shared_layers", None) or 0)]
+    shapes = tuple([shape for shape in own if shape is not None])
+    return shapes if len(found) >= num_layers and len(shapes) == len(own) else None
 
 
-def _shape_of(config: Any) -> tuple[int, int, int] | None:
+def _shape_of(config: Any) -> KVShape | None:
     num_heads = getattr(config, "num_attention_heads", None)
     hidden_size = getattr(config, "hidden_size", None)
     if rank := getattr(config, "kv_lora_rank", None):
-        return len(LATENT), 1, int(rank) + int(config.qk_rope_head_dim)
+        return KVShape(LATENT, 1, int(rank) + int(config.qk_rope_head_dim))
     if not isinstance(num_heads, int) or not isinstance(hidden_size, int) or num_heads < 1:
         return None
     head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
@@ -344,7 +347,7 @@ def _shape_of(config: Any) -> tuple[int, int, int] | None:
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     if num_kv_heads is None or not isinstance(head_dim, int) or value_dim != head_dim:
         return None
-    return len(KEY_VALUE), (1 if getattr(config, "multi_query", False) else num_kv_heads), head_dim
+    return KVShape(KEY_VALUE, 1 if getattr(config, "multi_query", False) else num_kv_heads, head_dim)
 
 
 def _rope(config: Any) -> Iterator[Mapping[str, Any]]:

@@ -25,8 +25,8 @@ GROUPS: dict[str, list[tuple[Any, ...]]] = {
     "gemma4_text": [((1,), None, KEY_VALUE, 2, 32), ((0,), 6, KEY_VALUE, 2, 16)],
     "mimo_v2_flash": [((0,), None, JOINED, 2, 16 + 8), ((1, 2, 3), 6, JOINED, 4, 16 + 8)],
 }
-BYTES = {"gemma3n_text": 4 * 2 * 2 * (16 + 16), "gemma4_text": None, "mimo_v2_flash": None}
-"""A token's bytes in float32, if all layers have one shape."""
+BYTES = {"gemma3n_text": 4 * 2 * 2 * (16 + 16), "gemma4_text": 4 * 2 * 2 * (32 + 16), "mimo_v2_flash": None}
+"""A token's bytes in float32, if the configuration gives the shape of each layer."""
 SPECIAL = {
     "gemma3n_text": None,
     "gemma4_text": "layers whose KV differs in shape",

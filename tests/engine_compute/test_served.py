@@ -13,6 +13,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -77,11 +78,15 @@ _FOREIGN = ("gpt_neox", "qwen3_moe", "glm4_moe_lite", "gemma3", "gpt_oss", "llam
 
 def is_cached_as_loaded(served: Served, loaded: LoadedModel) -> bool:
     """Return whether the groups of layers are those of the loaded model."""
-    if served.cache is None:  # unknown, where layers differ in shape
-        return len(loaded.config.kv_shapes) > 0
+    shape = loaded.config
+    if served.cache is None:  # unknown: the code of the model derives them
+        return len(shape.kv_shapes) > 0
     layout = served.cache.groups[0].layout
-    windows = loaded.config.sliding_windows
-    return served.cache == CacheLayout.of(layout, windows, max_model_len=loaded.info.max_model_len)
+    if not shape.kv_shapes:
+        length = loaded.info.max_model_len
+        return served.cache == CacheLayout.of(layout, shape.sliding_windows, max_model_len=length)
+    layouts = [replace(layout, parts=kv, num_kv_heads=num, head_dim=dim) for kv, num, dim in shape.kv_shapes]
+    return served.cache == CacheLayout.of_layers(layouts, shape.sliding_windows)
 
 
 def outcome(make: Callable[[], Any]) -> str | None:
