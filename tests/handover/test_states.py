@@ -69,6 +69,7 @@ def moved_bytes(info: EngineInfo, prompts: list[list[int]], num_cached: list[int
         pytest.param("qwen3_5_text", "nixl", 7, marks=pytest.mark.slow),
         pytest.param("mamba2", "tcp", 32, marks=pytest.mark.slow),
         pytest.param("mamba2", "nixl", 32, marks=pytest.mark.slow),
+        pytest.param("lfm2", "nccl", 7, marks=pytest.mark.slow),
         pytest.param("granitemoehybrid", "shm", 32, marks=pytest.mark.slow),
         pytest.param("nemotron_h", "tcp", 7, marks=pytest.mark.slow),
         pytest.param("jamba", "tcp", 32, marks=pytest.mark.slow),

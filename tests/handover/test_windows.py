@@ -73,6 +73,7 @@ def moved_bytes(info: EngineInfo, prompts: list[list[int]], num_cached: list[int
         ("mistral", "tcp", 32),
         pytest.param("gemma2", "tcp", 7, marks=pytest.mark.slow),
         pytest.param("gemma3", "nixl", 32, marks=pytest.mark.slow),
+        pytest.param("gemma3", "nccl", 7, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "shm", 32, marks=pytest.mark.slow),
         pytest.param("llama4", "tcp", 7, marks=pytest.mark.slow),
         pytest.param("mistral", "shm", 7, marks=pytest.mark.slow),
