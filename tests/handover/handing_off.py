@@ -1,7 +1,9 @@
-"""A request that decodes on one engine and is handed off to another, as the router does it."""
+"""Prompts whose KV is handed over, and a request that is handed off to another engine, as the router does both."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -9,7 +11,50 @@ from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff, ReceiveTransfer
 from contract.sampling import SamplingParams
 from engine.client import EngineClient
-from tests.engine_pair import EnginePair, tokens_of
+from tests.checkpoints import load_reference, reference_greedy
+from tests.engine_pair import EnginePair, outputs_of, tokens_of
+
+NUM_TOKENS = 12
+SHARED = [(37 * i + 11) % 256 for i in range(24)]
+PROMPTS = [[7], SHARED, [*SHARED, *range(60, 81)], [*SHARED, *range(90, 107)], list(range(100, 105))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def expected(
+    folder: Path, prompts: Sequence[list[int]] = PROMPTS, num_tokens: int = NUM_TOKENS
+) -> list[list[int]]:
+    """Return the greedy tokens of transformers behind each prompt."""
+    reference = load_reference(folder)
+    return [reference_greedy(reference, prompt, num_tokens) for prompt in prompts]
+
+
+async def answers_of(
+    pair: EnginePair, prompts: Sequence[list[int]] = PROMPTS, name: str = "r"
+) -> list[list[int]]:
+    """Return the tokens behind each prompt, one prompt after the other."""
+    answers = []
+    for index, prompt in enumerate(prompts):
+        send, receive = pair.legs(f"{name}{index}", prompt, GREEDY)
+        first = await outputs_of(pair.prefill, send)
+        answers.append(tokens_of(first, await outputs_of(pair.decode, receive)))
+    return answers
+
+
+async def choices_of(
+    pair: EnginePair, prompts: Sequence[list[int]], num_choices: int
+) -> list[list[list[int]]]:
+    """Return the tokens of each choice behind each prompt, all asked at once."""
+    asked = [
+        pair.ask(f"many-{index}", prompt, GREEDY, num_choices=num_choices)
+        for index, prompt in enumerate(prompts)
+    ]
+    return [
+        [
+            [token for one in (*first, *rest) if one.choice == choice for token in one.token_ids]
+            for choice in range(num_choices)
+        ]
+        for first, rest in await asyncio.gather(*asked)
+    ]
 
 
 @dataclass

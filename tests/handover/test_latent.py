@@ -1,6 +1,5 @@
 """Hand-overs of a model with multi-head latent attention: one row of each token crosses, and the tokens stay equal."""
 
-import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,17 @@ import pytest
 import torch
 
 from contract.errors import ErrorKind
-from contract.sampling import SamplingParams
 from tests.checkpoints import load_reference, make_foreign_checkpoint, reference_greedy
-from tests.engine_pair import EnginePair, Sides, outputs_of, running_pair, tokens_of
-from tests.handover.handing_off import check_moves, check_replays
+from tests.engine_pair import Sides, running_pair, tokens_of
+from tests.handover.handing_off import (
+    GREEDY,
+    SHARED,
+    answers_of,
+    check_moves,
+    check_replays,
+    choices_of,
+    expected,
+)
 from tests.handover.plain_connector import Shelf
 from tests.kv_transfer.fakes import CorruptingReceiver
 
@@ -20,10 +26,7 @@ FAMILIES = ("deepseek_v3", "glm4_moe_lite", "mistral4")
 ROW_BYTES = (16 + 8) * 4 * 2
 """A token has the latent and the rotated part of the key in two layers, in float32."""
 BLOCK_SIZE = 8
-NUM_TOKENS = 12
-SHARED = [(37 * i + 11) % 256 for i in range(24)]
 PROMPTS = [[7], SHARED, [*SHARED, *range(60, 76)], [*SHARED, *range(90, 121)], list(range(100, 132))]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 HALF_KV: dict[str, Any] = {"kv_cache_dtype": "bfloat16"}
 
 
@@ -33,30 +36,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_foreign_checkpoint(tmp_path_factory.mktemp("checkpoint"), "deepseek_v3", seed=3)
 
 
-def expected(folder: Path) -> list[list[int]]:
-    reference = load_reference(folder)
-    return [reference_greedy(reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
-
-
-async def answers_of(pair: EnginePair) -> list[list[int]]:
-    """Every prompt, one after the other."""
-    answers = []
-    for index, prompt in enumerate(PROMPTS):
-        send, receive = pair.legs(f"r{index}", prompt, GREEDY)
-        first = await outputs_of(pair.prefill, send)
-        answers.append(tokens_of(first, await outputs_of(pair.decode, receive)))
-    return answers
-
-
 @pytest.mark.parametrize("transport", ["shm", "tcp", "nixl"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_one_row_a_token_crosses(tmp_path: Path, family: str, transport: str) -> None:
     """D6: the bytes are those of the rows, of whole blocks; prompts in chunks, and the tokens are those of generate."""
     folder = make_foreign_checkpoint(tmp_path, family, seed=3)
-    answers = expected(folder)
+    answers = expected(folder, PROMPTS)
     settings: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 16}
     async with running_pair(folder, sides=Sides(transport=transport), **settings) as pair:
-        assert await answers_of(pair) == answers
+        assert await answers_of(pair, PROMPTS) == answers
         counters = await pair.decode.call("counters")
         await pair.until_free()
     blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in PROMPTS)
@@ -72,11 +60,10 @@ async def test_another_block_size_changes_no_token(model: Path, sizes: tuple[int
     prefill, decode = ({"block_size": size} for size in sizes)
     small: dict[str, Any] = {"kv_cache_bytes": 160 * ROW_BYTES, "max_num_seqs": 4}
     async with running_pair(model, sides=Sides(prefill, decode), max_model_len=128, **small) as pair:
-        asked = (pair.ask(f"many-{index}", prompt, GREEDY) for index, prompt in enumerate(PROMPTS))
-        answers = [tokens_of(*legs) for legs in await asyncio.gather(*asked)]
+        answers = [answer for (answer,) in await choices_of(pair, PROMPTS, 1)]
         counters = await pair.decode.call("counters")
         await pair.until_free()
-    assert answers == expected(model)
+    assert answers == expected(model, PROMPTS)
     assert counters["transfer_converted_blocks_total"] > 0
 
 
@@ -85,9 +72,9 @@ async def test_rows_are_rounded_once(model: Path, prefill: dict[str, Any], decod
     """D12: the tokens are those of a connector without blocks and plans."""
     sides = partial(Sides, {"block_size": 16, **prefill}, {"block_size": 8, **decode})
     async with running_pair(model, sides=sides(connect=Shelf().connect)) as reference:
-        answers = await answers_of(reference)
+        answers = await answers_of(reference, PROMPTS)
     async with running_pair(model, sides=sides("tcp")) as pair:
-        assert await answers_of(pair) == answers
+        assert await answers_of(pair, PROMPTS) == answers
         counters = await pair.decode.call("counters")
     assert counters["transfer_converted_blocks_total"] == counters["transfer_needed_blocks_total"]
 
@@ -105,7 +92,7 @@ async def test_no_answer_from_a_damaged_row(model: Path, block: int) -> None:
 async def test_an_answer_goes_on_where_another_worker_stopped(model: Path) -> None:
     """Law 5: a replay with the delivered tokens at the prompt's end, at each position."""
     async with running_pair(model, block_size=BLOCK_SIZE) as pair:
-        await check_replays(pair, PROMPTS[2], expected(model)[2], GREEDY)
+        await check_replays(pair, PROMPTS[2], expected(model, PROMPTS)[2], GREEDY)
 
 
 async def test_an_answer_moves_between_workers(model: Path) -> None:

@@ -1,6 +1,5 @@
 """Hand-overs of models with windows: only what a window reaches crosses, and the tokens stay equal."""
 
-import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,20 +8,25 @@ import pytest
 import torch
 
 from contract.errors import ErrorKind
-from contract.sampling import SamplingParams
 from engine.info import EngineInfo
-from tests.checkpoints import load_reference, make_checkpoint, make_foreign_checkpoint, reference_greedy
-from tests.engine_pair import EnginePair, Sides, outputs_of, running_pair, tokens_of
-from tests.handover.handing_off import check_moves, check_replays
+from tests.checkpoints import make_checkpoint, make_foreign_checkpoint
+from tests.engine_pair import Sides, running_pair, tokens_of
+from tests.handover.handing_off import (
+    GREEDY,
+    NUM_TOKENS,
+    PROMPTS,
+    SHARED,
+    answers_of,
+    check_moves,
+    check_replays,
+    choices_of,
+    expected,
+)
 from tests.kv_transfer.fakes import CorruptingReceiver
 
 FAMILIES = {"gemma2": 2, "gemma3": 2, "gpt_oss": 2, "llama4": 2, "mistral": 1}
 """With their numbers of groups."""
 BLOCK_SIZE = 4
-NUM_TOKENS = 12
-SHARED = [(37 * i + 11) % 256 for i in range(24)]
-PROMPTS = [[7], SHARED, [*SHARED, *range(60, 81)], [*SHARED, *range(90, 107)], list(range(100, 105))]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_num_seqs": 32, "max_model_len": 120}
 
 
@@ -36,23 +40,6 @@ def make(folder: Path, family: str) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("checkpoint"), "gemma3")
-
-
-def expected(
-    folder: Path, prompts: list[list[int]] = PROMPTS, num_tokens: int = NUM_TOKENS
-) -> list[list[int]]:
-    reference = load_reference(folder)
-    return [reference_greedy(reference, prompt, num_tokens) for prompt in prompts]
-
-
-async def answers_of(pair: EnginePair, prompts: list[list[int]], name: str = "r") -> list[list[int]]:
-    """Every prompt, one after the other."""
-    answers = []
-    for index, prompt in enumerate(prompts):
-        send, receive = pair.legs(f"{name}{index}", prompt, GREEDY)
-        first = await outputs_of(pair.prefill, send)
-        answers.append(tokens_of(first, await outputs_of(pair.decode, receive)))
-    return answers
 
 
 def moved_bytes(info: EngineInfo, prompts: list[list[int]], num_cached: list[int]) -> tuple[int, int]:
@@ -110,13 +97,7 @@ async def test_choices_and_preempted_answers_are_those_of_generate(model: Path) 
     small = {**SETTINGS, "max_num_batched_tokens": 13, "kv_cache_bytes": 45_000}
     async with running_pair(model, sides=Sides(transport="shm"), **small) as pair:
         info = pair.decode.info
-        asked = [
-            pair.ask(f"many-{index}", prompt, GREEDY, num_choices=2) for index, prompt in enumerate(prompts)
-        ]
-        answers = [
-            [[token for one in leg if one.choice == choice for token in one.token_ids] for choice in (0, 1)]
-            for leg in [[*first, *rest] for first, rest in await asyncio.gather(*asked)]
-        ]
+        answers = await choices_of(pair, prompts, 2)
         counters = await pair.decode.call("counters")
         await pair.until_free()
     assert len(info.groups) == 2
