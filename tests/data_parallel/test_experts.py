@@ -104,11 +104,21 @@ async def test_the_answers_are_those_of_one_engine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["chunked-prefill", "prefill-first"])
-async def test_ranks_have_the_states_of_their_own_requests(tmp_path: Path, policy: str) -> None:
-    """Gated delta nets and experts, which transformers computes; slots run short, and each rank makes empty passes."""
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        ("qwen3_5_moe_text", "chunked-prefill"),
+        ("qwen3_5_moe_text", "prefill-first"),
+        ("gpt_oss", "prefill-first"),
+        ("deepseek_v3", "chunked-prefill"),
+    ],
+)
+async def test_ranks_have_states_windows_and_latents_of_their_own_requests(
+    tmp_path: Path, family: str, policy: str
+) -> None:
+    """Experts of models that transformers computes; room runs short, and each rank makes empty passes."""
     torch.manual_seed(3)
-    folder = write_checkpoint(tmp_path, make_tiny("qwen3_5_moe_text"), 3)
+    folder = write_checkpoint(tmp_path, make_tiny(family), 3)
     model = load_reference(folder)
     expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     settings: dict[str, Any] = {
