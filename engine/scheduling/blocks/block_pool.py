@@ -2,7 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from contract.block_hash import BlockHash
 
@@ -186,14 +186,14 @@ class BlockPool:
         for block in self._tables.get(holder, [])[places]:
             self._index.evict(block)
 
-    def free_behind(self, holder: str, num_passed: int) -> None:
-        """Drop the references to the first ``num_passed`` blocks of the holder, which no later token sees."""
+    def free_behind(self, holder: str, num_passed: int) -> list[int]:
+        """Drop references to the first blocks, which no later token sees; return those not dropped earlier, newest first."""
         table = self._tables[holder]
-        place = num_passed - 1
-        while place >= 0 and table[place] != NULL_BLOCK:  # those before were dropped earlier
-            self._drop_reference(table[place])
-            table[place] = NULL_BLOCK
-            place -= 1
+        dropped = list(takewhile(bool, map(table.__getitem__, range(num_passed - 1, -1, -1))))
+        table[num_passed - len(dropped) : num_passed] = [NULL_BLOCK] * len(dropped)
+        for block in dropped:
+            self._drop_reference(block)
+        return dropped
 
     def hand_over(self, holder: str, new_holder: str) -> None:
         """Give all references of ``holder`` to ``new_holder``, which must hold nothing."""

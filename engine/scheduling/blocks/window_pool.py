@@ -1,7 +1,6 @@
 """The pool of a group of layers with a window, in which blocks are promised to requests that are never preempted."""
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 from contract.block_hash import BlockHash
 from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool
@@ -50,12 +49,10 @@ class WindowPool(BlockPool):
         self._passed.difference_update(appended)
         return appended
 
-    def free_behind(self, holder: str, num_passed: int) -> None:
+    def free_behind(self, holder: str, num_passed: int) -> list[int]:
         """See BlockPool. A holder with a promise may take as many others."""
         before = self._num_references
-        table = self._tables[holder]
-        passed = list(takewhile(bool, reversed(table[:num_passed])))
-        super().free_behind(holder, num_passed)
+        passed = super().free_behind(holder, num_passed)
         if passed:
             # Behind its full blocks, where a text is continued from the cache, the newest of these is seen yet.
             newest = self._newest_passed.get(holder, NULL_BLOCK)
@@ -64,6 +61,7 @@ class WindowPool(BlockPool):
         if holder in self._promises:
             self._promises[holder] += before - self._num_references
             self._num_promised += before - self._num_references
+        return passed
 
     def hand_over(self, holder: str, new_holder: str) -> None:
         """See BlockPool: the new holder takes no more."""
