@@ -18,9 +18,8 @@ from engine.kv_tiers.storage import (
     GroupPlace,
     RankPlace,
     digest_of,
-    fill_blocks,
     has_states,
-    note_loaded,
+    load_blocks,
     read_blocks,
     settle_thread,
     storage_name,
@@ -146,5 +145,4 @@ class DiskTier:
                     return num_filled
             return len(copies)
 
-        num_intact = fill_blocks(self._memory, [copy.block_id for copy in copies], fill)
-        return note_loaded(self._memory, copies, num_intact)
+        return load_blocks(self._memory, copies, fill)

@@ -13,9 +13,8 @@ from engine.kv_tiers.storage import (
     BlockCopy,
     GroupPlace,
     digest_of,
-    fill_blocks,
     has_states,
-    note_loaded,
+    load_blocks,
     read_blocks,
     settle_thread,
     storage_name,
@@ -118,5 +117,4 @@ class HostTier:
                     return num_filled
             return len(copies)
 
-        num_intact = fill_blocks(self._memory, [copy.block_id for copy in copies], fill)
-        return note_loaded(self._memory, copies, num_intact)
+        return load_blocks(self._memory, copies, fill)

@@ -152,14 +152,6 @@ def has_states(memory: KVMemory, copies: Sequence[BlockCopy]) -> bool:
     return True
 
 
-def note_loaded(memory: KVMemory, copies: Sequence[BlockCopy], num_intact: int) -> int:
-    """Record the states that pieces of slots have now, if all are intact; return ``num_intact``."""
-    if memory.states is not None and num_intact == len(copies):
-        for copy in copies:
-            memory.states.note_received([copy.block_id], copy.num_tokens)
-    return num_intact
-
-
 def read_blocks(memory: KVMemory, copies: Sequence[BlockCopy]) -> Iterator[tuple[BlockCopy, memoryview]]:
     """Yield the bytes of each block, which are valid until the next ones.
 
@@ -178,10 +170,22 @@ def read_blocks(memory: KVMemory, copies: Sequence[BlockCopy]) -> Iterator[tuple
         yield from zip(part, views, strict=True)
 
 
-def fill_blocks(
-    memory: KVMemory, block_ids: Sequence[int], fill: Callable[[Sequence[memoryview]], int]
+def load_blocks(
+    memory: KVMemory, copies: Sequence[BlockCopy], fill: Callable[[Sequence[memoryview]], int]
 ) -> int:
-    """Have ``fill`` write the bytes of blocks, and return what it returns when the pool has them.
+    """Have ``fill`` write the bytes of blocks; return the number of intact ones, which it returns, when the pool has them.
+
+    If all pieces of slots are intact, the states that they are now are recorded.
+    """
+    num_intact = _fill(memory, [copy.block_id for copy in copies], fill)
+    if memory.states is not None and num_intact == len(copies):
+        for copy in copies:
+            memory.states.note_received([copy.block_id], copy.num_tokens)
+    return num_intact
+
+
+def _fill(memory: KVMemory, block_ids: Sequence[int], fill: Callable[[Sequence[memoryview]], int]) -> int:
+    """Have ``fill`` write the bytes of blocks.
 
     The bytes of a pool on a device are written to pinned memory, and copied from there on a side stream.
     """

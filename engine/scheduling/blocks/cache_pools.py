@@ -112,14 +112,8 @@ class CachePools:
 
         With states a snapshot of them must be there, too; its slot is the last list.
         """
-        if self.states is not None:
-            return self._find_with_states(hashes)
-        if not self._windows:  # then this is the only group
-            return (self.first.find_cached(hashes),)
-        found = [pool.find_each_cached(hashes) for pool in self.pools]
-        return prefix_of(self.groups, found, prefix_match(self.groups, found))
-
-    def _find_with_states(self, hashes: Sequence[BlockHash]) -> Blocks:
+        if self.states is None:
+            return self.find_kv(hashes)
         if (snapshots := self.snapshots) is None:
             return self.empty()
         found = [pool.find_each_cached(hashes) for pool in self.pools]
@@ -129,6 +123,13 @@ class CachePools:
             return self.empty()
         snapshots.use(hashes[num_blocks - 1])
         return (*prefix_of(self.groups, found, num_blocks), [slots[num_blocks - 1]])
+
+    def find_kv(self, hashes: Sequence[BlockHash]) -> Blocks:
+        """Return the blocks of the longest prefix that all groups can serve, whatever there is of its states."""
+        if not self._windows:  # then this is the only group
+            return (self.first.find_cached(hashes),)
+        found = [pool.find_each_cached(hashes) for pool in self.pools]
+        return prefix_of(self.groups, found, prefix_match(self.groups, found))
 
     def can_allocate(self, num_new: int, cached: Blocks | None = None) -> bool:
         """Return whether ``allocate`` with the same arguments may be called, for a holder that has a slot."""

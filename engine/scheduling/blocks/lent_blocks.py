@@ -12,7 +12,7 @@ from contract.block_hash import BlockHash
 from contract.cache_layout import CacheGroup
 from contract.state_layout import NO_SLOT
 from engine.scheduling.blocks.block_pool import NULL_BLOCK, BlockPool, blocks_needed
-from engine.scheduling.blocks.cache_pools import Blocks, CachePools, prefix_match, prefix_of
+from engine.scheduling.blocks.cache_pools import Blocks, CachePools
 from engine.scheduling.blocks.window_pool import WindowPool
 
 
@@ -59,12 +59,7 @@ def find_received(pools: CachePools, hashes: Sequence[BlockHash]) -> Blocks:
 
     No snapshot is needed, since the states behind the whole prompt are received in any case.
     """
-    if pools.states is None:
-        return pools.find_cached(hashes)
-    if not pools.groups[0].layers:
-        return ([],)  # the model has no KV
-    found = [pool.find_each_cached(hashes) for pool in pools.pools]
-    return prefix_of(pools.groups, found, prefix_match(pools.groups, found))
+    return pools.find_kv(hashes) if pools.groups[0].layers else ([],)  # then the model has no KV
 
 
 def plan_received(pools: CachePools, num_tokens: int, cached: Blocks) -> tuple[Blocks, list[int]]:

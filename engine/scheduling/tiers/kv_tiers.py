@@ -61,13 +61,13 @@ class KVTiers:
         tiers = [writer.tier for writer in self._groups[0] if not writer.tier.storage.is_off]
         return any(block_hash in tier.slots for block_hash in first for tier in tiers)
 
-    def find(self, hashes: Iterable[BlockHash]) -> list[tuple[Tier, BlockHash]]:
-        """Return the longest prefix of ``hashes`` that tiers have of the first group, each with the fastest one."""
-        found: list[tuple[Tier, BlockHash]] = []
-        for block_hash, tier in zip(hashes, self.find_each(0, hashes), strict=False):
+    def find(self, hashes: Iterable[BlockHash]) -> list[Tier]:
+        """Return the fastest tier of each block of the longest prefix of ``hashes`` that tiers have of the first group."""
+        found = []
+        for tier in self.find_each(0, hashes):
             if tier is None:
                 break
-            found.append((tier, block_hash))
+            found.append(tier)
         return found
 
     def find_each(self, group: int, hashes: Iterable[BlockHash]) -> Iterable[Tier | None]:

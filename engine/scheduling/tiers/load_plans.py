@@ -35,7 +35,7 @@ def plan_prefix(
 ) -> LoadPlan | None:
     """Return what tiers have behind the blocks of a prefix that the pools have; None if that is nothing."""
     if not pools.has_windows:
-        found = [tier for tier, _ in tiers.find(hashes[len(cached[0]) :])]
+        found = tiers.find(hashes[len(cached[0]) :])
         num_blocks = len(cached[0]) + len(found)
         return LoadPlan(hashes, cached, [found], num_blocks * pools.block_size) if found else None
     in_pools = [pool.find_each_cached(hashes) for pool in pools.pools]
