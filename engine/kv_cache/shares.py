@@ -1,10 +1,12 @@
-"""Divides the memory of the KV cache among groups of layers and slots of states. Needs no torch."""
+"""Groups layers, and divides the memory of the KV cache among the groups and slots of states. Needs no torch."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contract.cache_layout import TYPICAL_TOKENS, CacheLayout
 from contract.errors import SettingError
+from contract.layout import KVLayout
 from contract.state_layout import StateLayout
 
 HOST_LIMIT_BYTES = 1 << 30
@@ -41,6 +43,24 @@ class StateNeeds:
     def num_spares(self, num_requests: int) -> int:
         """Return the number of spare slots beside those of ``num_requests``: drafts are seldom worth their time in more."""
         return -(-num_requests // _REQUESTS_OF_SPARE) if self.has_drafts else 0
+
+
+def group_layers(
+    layouts: Sequence[KVLayout],
+    windows: Sequence[int | None],
+    states: StateLayout | None,
+    max_model_len: int,
+) -> CacheLayout:
+    """Return the groups of a model with a layout and a window of each layer; see ``CacheLayout``.
+
+    layouts: one at least, also if no layer has KV. Raises SettingError for layers that cannot be in one group.
+    """
+    if len(set(layouts)) == 1:
+        return CacheLayout.of(layouts[0], windows, states, max_model_len)
+    try:
+        return CacheLayout.of_layers(layouts, windows, states)
+    except ValueError as error:
+        raise SettingError(f"this model is not served: {error}", param="model") from error
 
 
 def share_memory(layout: CacheLayout, num_bytes: int, workload: Workload) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from contract.cache_layout import CacheLayout
 from contract.errors import InternalError, SettingError
 from contract.layout import DTYPE_BYTES, KEY_VALUE, KVLayout
-from engine.kv_cache.shares import StateNeeds, Workload, share_memory, share_with_states
+from engine.kv_cache.shares import StateNeeds, Workload, group_layers, share_memory, share_with_states
 
 logger = logging.getLogger(__name__)
 
@@ -106,21 +106,15 @@ def make_config(
     layouts = [_layout_of(spec) for spec in shaped]
     windows = [spec.window for spec in specs.values()]
     state_layout = None if states is None else states.layout
-    if len(set(layouts)) > 1:
-        if workload is None:
+    if workload is None:
+        if len(set(layouts)) > 1:
             raise SettingError(
                 "the layers of this model have KV of different shapes: without windows they cannot share blocks",
                 param="model",
             )
-        try:
-            cache = CacheLayout.of_layers(layouts, windows, state_layout)
-        except ValueError as error:
-            raise SettingError(f"this model is not served: {error}", param="model") from error
-    elif workload is None:
         cache = CacheLayout.of(layouts[0], [None] * len(specs))
         return KVCacheConfig((available_bytes // per_block,), cache)
-    else:
-        cache = CacheLayout.of(layouts[0], windows, state_layout, workload.max_model_len)
+    cache = group_layers(layouts, windows, state_layout, workload.max_model_len)
     if states is None:
         return KVCacheConfig(share_memory(cache, available_bytes, workload), cache)
     num_blocks, num_slots, num_spares = share_with_states(cache, available_bytes, workload, states)

@@ -20,6 +20,7 @@ from contract.decoding import converter
 from contract.errors import SettingError
 from contract.layout import DTYPE_BYTES, KEY_VALUE, KVLayout, resolve_kv_dtype
 from contract.state_layout import StateLayout
+from engine.kv_cache.shares import group_layers
 from engine.models.checkpoint import (
     DTYPE_NAMES,
     HEAD_NAME,
@@ -333,12 +334,7 @@ def _cache(
         )
         for shape in shapes or [KVShape(KEY_VALUE, 1, 1)]
     ]
-    if len(set(layouts)) == 1:
-        return CacheLayout.of(layouts[0], windows, max_model_len=max_model_len)
-    try:
-        return CacheLayout.of_layers(layouts, windows)
-    except ValueError as error:
-        raise SettingError(f"this model is not served: {error}", param="model") from error
+    return group_layers(layouts, windows, None, max_model_len)
 
 
 def _bytes(num_numbers: int | None, dtype: str | None) -> int | None:
